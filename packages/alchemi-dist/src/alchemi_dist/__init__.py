@@ -1,0 +1,1 @@
+"""Machine-learned interatomic potentials on many GPUs"""

@@ -1,0 +1,1 @@
+"""Spatial decomposition of atomic systems: owners, ghosts, routing, neighbour lists"""

@@ -1,0 +1,1 @@
+"""MACE potentials for alchemi"""

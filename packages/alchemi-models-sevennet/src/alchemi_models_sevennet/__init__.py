@@ -1,0 +1,1 @@
+"""SevenNet potentials for alchemi, pretrained weights included"""

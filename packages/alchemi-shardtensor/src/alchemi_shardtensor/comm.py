@@ -1,0 +1,138 @@
+"""Ranks talk through a `Comm` and through nothing else; with no process group it is a world of one."""
+
+import pickle
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from alchemi_spec import AlchemiError, RankFailure
+
+
+@dataclass
+class Traffic:
+    """What a rank has sent: calls of each kind, and the bytes of its own rows in exchanges and reverses."""
+
+    exchanges: int = 0
+    reverses: int = 0
+    reductions: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Comm:
+    """A process group, this rank's place in it and the device it computes on. `Comm()` is a world of one."""
+
+    group: dist.ProcessGroup | None = None
+    device: torch.device = torch.device("cpu")
+    rank: int = field(init=False, default=0)
+    size: int = field(init=False, default=1)
+    traffic: Traffic = field(init=False, default_factory=Traffic)
+
+    def __post_init__(self) -> None:
+        if self.group is not None:
+            object.__setattr__(self, "rank", dist.get_rank(self.group))
+            object.__setattr__(self, "size", dist.get_world_size(self.group))
+
+    def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
+        """Rows (sum(send), *F), grouped by destination -> rows (sum(receive), *F), grouped by source."""
+        if self.group is None:
+            return rows
+        wire = self._outbound(rows)
+        got = wire.new_empty(sum(receive), *wire.shape[1:])
+        dist.all_to_all_single(got, wire, list(receive), list(send), group=self.group)
+        return self._inbound(got, rows)
+
+    def all_gather(self, t: Tensor) -> Tensor:
+        """(*F), of one shape on all ranks -> (size, *F)."""
+        if self.group is None:
+            return t[None]
+        wire = self._outbound(t)
+        got = wire.new_empty(self.size, *wire.shape)
+        dist.all_gather(list(got.unbind(0)), wire, group=self.group)
+        return self._inbound(got, t)
+
+    def all_gather_rows(self, rows: Tensor) -> Tensor:
+        """(n_r, *F) with its own n_r on each rank -> (sum of n_r, *F), in the order of ranks."""
+        counts = self.all_gather(torch.tensor(len(rows))).tolist()
+        return self.all_to_all(rows.repeat(self.size, *[1] * (rows.ndim - 1)), [len(rows)] * self.size, counts)
+
+    def all_reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """(*F) on each rank -> their sum (or `op`) on every rank, in a new tensor."""
+        self.traffic.reductions += 1
+        if self.group is None:
+            return t.clone()
+        wire = self._outbound(t)
+        wire = wire.clone(memory_format=torch.contiguous_format) if wire is t else wire
+        dist.all_reduce(wire, op, group=self.group)
+        return self._inbound(wire, t)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One picklable value of each rank, on every rank."""
+        if self.group is None:
+            return [value]
+        blob = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.all_gather(torch.tensor(len(blob))).tolist()
+        return [pickle.loads(part.numpy().tobytes()) for part in self.all_gather_rows(blob).split(sizes)]
+
+    def broadcast_object(self, value: Any, source: int = 0) -> Any:
+        """`source`'s picklable value, on every rank; what the others pass is ignored."""
+        if self.group is None:
+            return value
+        blob = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == source else None)), dtype=torch.uint8)
+        size = int(self.all_gather(torch.tensor(len(blob)))[source])
+        blob = self._outbound(blob if self.rank == source else blob.new_empty(size))
+        dist.broadcast(blob, group_src=source, group=self.group)
+        return value if self.rank == source else pickle.loads(blob.cpu().numpy().tobytes())
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise the lowest rank's error on every rank, or return on every rank."""
+        errors = self.gather_objects(None if error is None else _picklable(error, self.rank))
+        raised = next((e for e in errors if e is not None), None)
+        if raised is not None:
+            raise raised from error
+
+    @contextmanager
+    def agreement(self) -> Iterator[None]:
+        """An error inside the block is raised on every rank at its end. The block must hold no collective."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+
+    def _outbound(self, t: Tensor) -> Tensor:
+        """The tensor as the group can carry it: contiguous, not bool, through the host where it must."""
+        t = t.view(torch.uint8) if t.dtype == torch.bool else t
+        return t.detach().to(self._carrier(t.device)).contiguous()
+
+    def _inbound(self, t: Tensor, like: Tensor) -> Tensor:
+        t = t.to(like.device)
+        return t.view(torch.bool) if like.dtype == torch.bool else t
+
+    def _carrier(self, device: torch.device) -> torch.device:
+        """NCCL carries CUDA tensors and gloo the host's; `cpu:gloo,cuda:nccl` carries both."""
+        config = dist.get_backend_config(self.group)
+        if device.type == "cuda" and "cuda:nccl" not in config:
+            return torch.device("cpu")
+        if device.type == "cpu" and "cpu:" not in config:
+            return self.device
+        return device
+
+
+def _picklable(error: Exception, rank: int) -> Exception:
+    """The error itself if it is ours or plain; otherwise its text, with the rank it came from."""
+    try:
+        copy = pickle.loads(pickle.dumps(error))
+        if isinstance(error, AlchemiError) or str(copy) == str(error):
+            copy.__notes__ = [f"raised on rank {rank}:\n" + "".join(traceback.format_exception(error))]
+            return copy  # type: ignore[no-any-return]
+    except Exception:
+        pass
+    return RankFailure(f"rank {rank} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,16 @@
+"""How a model is to be spread: the choices that a user makes, apart from what the model declares."""
+
+from dataclasses import dataclass, field
+
+from alchemi_shardtensor.comm import Comm
+
+
+@dataclass(frozen=True)
+class DomainConfig:
+    """The ranks to use and the strategy that shares the atoms out among them.
+
+    `comm`: the ranks; default a world of one. `strategy`: the name of an entry point in `alchemi.strategies`.
+    """
+
+    comm: Comm = field(default_factory=Comm)
+    strategy: str = "halo"

@@ -1,0 +1,95 @@
+"""The boundary of the gradient convention: the gradient of a replicated value is a partial sum, summed once, here."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alchemi_shardtensor.carry import SHARE
+from alchemi_shardtensor.routing import sum_over_ranks
+from alchemi_shardtensor.table import Rule, handles
+from alchemi_shardtensor.tensor import SYSTEM, Shard, ShardTensor, tag_in_place
+from alchemi_spec import MissingHandler
+
+
+@handles(torch.autograd.grad, when=lambda shard, named: True)
+def grad(
+    shard: Shard,
+    op: Any,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
+    **options: Any,
+) -> tuple[Tensor | None, ...]:
+    """d(outputs)/d(inputs) over all ranks.
+
+    A replicated output is seeded on rank 0 only, so nothing is divided by the number of ranks; the gradient of a
+    replicated input is summed over ranks; those of owned and edge rows are whole already.
+
+    Raises:
+        MissingHandler: where an output has lost its tag, or an untagged input differs in shape between ranks.
+    """
+    ys, xs = _listed(outputs), _listed(inputs)
+    seeds = _listed(grad_outputs) if grad_outputs is not None else [None] * len(ys)
+    _check_replicated(shard, [x for x in xs if not _is_share(x)])
+    seeds = [_seed(shard, y, seed) for y, seed in zip(ys, seeds, strict=True)]
+    grads = op(ys, xs, seeds, **options)
+    return tuple(None if g is None else _whole(shard, x, g) for x, g in zip(xs, grads, strict=True))
+
+
+def _listed(values: Any) -> list[Any]:
+    return list(values) if isinstance(values, (tuple, list)) else [values]
+
+
+def _is_share(x: Tensor) -> bool:
+    return getattr(x, "rows", None) in SHARE
+
+
+def _seed(shard: Shard, output: Tensor, seed: Tensor | None) -> Tensor | None:
+    rows = getattr(output, "rows", None)
+    if rows is None:
+        raise MissingHandler(
+            f"grad of an output of shape {tuple(output.shape)} that has lost its tag (TorchScript returns plain tensors): "
+            f"it may be one rank's share or the whole.\nSum per-atom values through the batch index outside the script."
+        )
+    if rows is not SYSTEM:
+        return seed
+    if seed is None and output.numel() != 1:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs: pass grad_outputs")
+    seed = torch.ones_like(output) if seed is None else seed
+    return seed if shard.comm.rank == 0 else torch.zeros_like(seed)
+
+
+def _whole(shard: Shard, x: Tensor, gradient: Tensor) -> Tensor:
+    if _is_share(x):
+        return tag_in_place(gradient, shard, x.rows)  # type: ignore[attr-defined]
+    return tag_in_place(sum_over_ranks(gradient, shard.comm), shard, SYSTEM)
+
+
+def _check_replicated(shard: Shard, inputs: list[Tensor]) -> None:
+    """Untagged inputs must have one shape on all ranks. Asked once for each number of them: later shapes are compared."""
+    shapes = [tuple(x.shape) for x in inputs if not isinstance(x, ShardTensor)]
+    agreed = shard.seen.get(("replicated", len(shapes)))
+    if agreed is None:
+        everywhere = shard.comm.gather_objects(shapes) if shapes else [shapes]
+        if any(other != shapes for other in everywhere):
+            raise MissingHandler(
+                f"grad with respect to untagged tensors whose shapes differ between ranks: {everywhere}.\n"
+                f"Tag them with what their rows are: tag(x, shard, rows=OWNED)."
+            )
+        shard.seen["replicated", len(shapes)] = shapes
+    elif agreed != shapes:
+        raise MissingHandler(f"grad with respect to untagged tensors of shapes {shapes}, which were {agreed} before.")
+
+
+@handles(Tensor.backward, torch.autograd.backward, when=lambda shard, named: True)
+def backward(shard: Shard, op: Any, **named: Any) -> None:
+    """A leaf's .grad would stay this rank's partial sum where the leaf is replicated."""
+    raise MissingHandler(
+        "backward() would leave partial sums in the .grad of replicated leaves.\n"
+        "Use torch.autograd.grad(outputs, inputs), which is summed over ranks, and assign .grad yourself."
+    )
+
+
+RULES: list[Rule] = [grad, backward]

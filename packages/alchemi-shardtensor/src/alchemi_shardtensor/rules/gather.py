@@ -1,0 +1,138 @@
+"""Reading other rows: the moment, and the only one, at which rows travel forward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alchemi_shardtensor.table import Rule, handles, indices, points_at
+from alchemi_shardtensor.tensor import BOTH, EDGE, NODES, PADDED, RECEIVER, SENDER, SYSTEMS, Shard, ShardTensor, tag_in_place
+from alchemi_spec import MissingHandler
+
+_SELECTS = (Tensor.index_select, torch.index_select)
+_GATHERS = (Tensor.gather, torch.gather)
+
+
+def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
+    return getattr(named["input"], "end", None) is BOTH
+
+
+@handles(Tensor.__getitem__, when=_is_edge_index)
+def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> Any:
+    """edge_index (2, E) -> senders or receivers (E,), or a (2, E') part of the same."""
+    if isinstance(index, int):
+        return _row(input, index % 2)
+    head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    if isinstance(head, int):
+        return _row(input, head % 2)[rest] if rest else _row(input, head % 2)
+    same_places = head is Ellipsis or head == slice(None) if not isinstance(head, Tensor) else False
+    return tag_in_place(input[index], input.shard, None, NODES, BOTH if same_places else None)
+
+
+@handles(Tensor.unbind, torch.unbind, when=_is_edge_index)
+def rows_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int = 0) -> tuple[Tensor, ...]:
+    """edge_index (2, E) -> (senders (E,), receivers (E,))."""
+    if dim % 2:
+        raise MissingHandler("unbind of an edge_index along its edges gives one tensor per edge: index its two rows instead.")
+    return _row(input, 0), _row(input, 1)
+
+
+@handles(Tensor.__iter__, when=_is_edge_index)
+def iterate_edge_index(shard: Shard, op: Any, input: ShardTensor) -> Any:
+    """`sender, receiver = edge_index`."""
+    return iter((_row(input, 0), _row(input, 1)))
+
+
+@handles(Tensor.select, torch.select, when=_is_edge_index)
+def select_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int, index: int) -> Tensor:
+    """edge_index (2, E) -> senders or receivers (E,)."""
+    return _row(input, index % 2) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, None, NODES)
+
+
+def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
+    return tag_in_place(edge_index.select(0, row), edge_index.shard, EDGE, NODES, (SENDER, RECEIVER)[row])
+
+
+@handles(Tensor.__getitem__, when=points_at(NODES))
+def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
+    """Node rows (n_owned, *F), index (E,) -> (E, *F)."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
+        raise MissingHandler(
+            f"x[..., index] with an index that points at atoms, beyond dim 0 of x {tuple(input.shape)}.\n"
+            f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
+        )
+    rows = reachable(shard, input, parts[0])
+    return _gathered(shard, rows[index], input, parts[0])
+
+
+@handles(*_SELECTS, *_GATHERS, when=points_at(NODES))
+def select_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **rest: Any) -> Tensor:
+    """Node rows (n_owned, *F), index (E,) or (E, *F) -> (E, *F)."""
+    if dim % max(input.ndim, 1):
+        raise MissingHandler(
+            f"{op.__name__} along dim {dim} with an index that points at atoms.\n"
+            f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
+        )
+    return _gathered(shard, op(reachable(shard, input, index), dim, index, **rest), input, index)
+
+
+@handles(Tensor.__getitem__, when=points_at(SYSTEMS))
+def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
+    """Per-system values (B, *F), batch (N,) -> (N, *F)."""
+    return _gathered(shard, input[index], input, next(i for i in indices(index) if i.points_at is SYSTEMS))
+
+
+@handles(*_SELECTS, *_GATHERS, when=points_at(SYSTEMS))
+def select_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **rest: Any) -> Tensor:
+    """Per-system values (B, *F), batch (N,) -> (N, *F)."""
+    return _gathered(shard, op(input, dim, index, **rest), input, index)
+
+
+def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor) -> Tensor:
+    """Rows are the index's; what the source pointed at, its rows still point at."""
+    return tag_in_place(result, shard, index.rows, getattr(source, "points_at", None), getattr(source, "end", None))
+
+
+def reachable(shard: Shard, x: Tensor, index: ShardTensor) -> Tensor:
+    """The rows that `index` counts: owned ones where it names receivers, [owned | ghost] otherwise."""
+    if getattr(x, "rows", None) is PADDED:
+        return x
+    if x.shape[:1] != (shard.n_owned,):
+        raise MissingHandler(
+            f"an index that points at atoms was used on a tensor of shape {tuple(x.shape)}, "
+            f"whose dim 0 is not this rank's {shard.n_owned} atoms.\n"
+            f"Index per-atom tensors with it; tag other indices with what they point at, or leave them plain."
+        )
+    if index.end is RECEIVER:
+        return x
+    if x.requires_grad or not isinstance(x, ShardTensor):
+        return shard.routing.padded(x)
+    kept = x.__dict__.get("padded")  # a static input travels once
+    if kept is None or kept[0] != x._version:
+        kept = x.__dict__["padded"] = (x._version, shard.routing.padded(x))
+    return kept[1]  # type: ignore[no-any-return]
+
+
+def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:
+    return getattr(named["input"], "points_at", None) is not None and named.get("dim") is None
+
+
+@handles(Tensor.max, torch.max, Tensor.amax, torch.amax, when=_max_of_index, rows=None)
+def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: None = None) -> Tensor:
+    """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
+    count = shard.n_systems if input.points_at is SYSTEMS else shard.n_owned
+    return torch.tensor(count - 1, device=input.device)
+
+
+RULES: list[Rule] = [
+    row_of_edge_index,
+    rows_of_edge_index,
+    iterate_edge_index,
+    select_of_edge_index,
+    gather_nodes,
+    select_nodes,
+    gather_systems,
+    select_systems,
+    largest_index,
+]

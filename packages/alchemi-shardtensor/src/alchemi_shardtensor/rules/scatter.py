@@ -1,0 +1,74 @@
+"""Adding into other rows. In place stays in place: the accumulator itself holds the result and its tag."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alchemi_shardtensor.routing import sum_over_ranks
+from alchemi_shardtensor.table import Rule, handles, points_at
+from alchemi_shardtensor.tensor import NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard
+from alchemi_spec import MissingHandler
+
+_IN_PLACE = (Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_)
+_FORMS = {
+    Tensor.scatter_add: Tensor.scatter_add_,
+    torch.scatter_add: Tensor.scatter_add_,
+    Tensor.index_add: Tensor.index_add_,
+    torch.index_add: Tensor.index_add_,
+    Tensor.scatter_reduce: Tensor.scatter_reduce_,
+    torch.scatter_reduce: Tensor.scatter_reduce_,
+}
+"""Each out-of-place form is its in-place form on a copy."""
+
+
+def per_system(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
+    """Per-atom values (N, *F) -> added to per-system sums (B, *F), the same on every rank."""
+    _only_sums(op, *how, **rest)
+    partial = op(torch.zeros_like(input), dim, index, src, *how, **rest)
+    return input.add_(sum_over_ranks(partial, shard.comm))
+
+
+def to_receivers(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
+    """Edge values (E, *F) -> added to owned rows (n_owned, *F). Local: every edge of an owned receiver is here."""
+    _only_rows(shard, op, input, dim)
+    return op(input, dim, index, src, *how, **rest)  # type: ignore[no-any-return]
+
+
+def to_either_end(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
+    """Edge values (E, *F) -> added to owned rows (n_owned, *F), the ghosts' share by their owners."""
+    _only_rows(shard, op, input, dim)
+    _only_sums(op, *how, **rest)
+    both = op(input.new_zeros(shard.n_owned + shard.n_ghost, *input.shape[1:]), dim, index, src, *how, **rest)
+    return input.add_(both[: shard.n_owned] + shard.routing.reverse(both[shard.n_owned :]))
+
+
+def _only_sums(op: Any, reduce: str = "sum", include_self: bool = True, **_: Any) -> None:
+    if reduce != "sum" or not include_self:
+        raise MissingHandler(
+            f"{op.__name__} with reduce={reduce!r}, include_self={include_self} over rows that several ranks share.\n"
+            f"Sums are combined over ranks; reduce to receivers (edge_index[1]), or register a handler for this form."
+        )
+
+
+def _only_rows(shard: Shard, op: Any, input: Tensor, dim: int) -> None:
+    if dim % max(input.ndim, 1) or input.shape[0] != shard.n_owned:
+        raise MissingHandler(
+            f"{op.__name__} along dim {dim} of an accumulator {tuple(input.shape)} with an index that points at atoms; "
+            f"its dim 0 must be this rank's {shard.n_owned} atoms.\n"
+            f"Make it with x.shape[0] rows of a per-atom tensor x, and scatter along dim 0."
+        )
+
+
+def _both_forms(handler: Any, when: Any, rows: Any) -> list[Rule]:
+    def on_a_copy(shard: Shard, op: Any, input: Tensor, **named: Any) -> Any:
+        return handler(shard, _FORMS[op], input.clone(), **named)
+
+    return [handles(*_IN_PLACE, when=when, rows=rows)(handler), handles(*_FORMS, when=when, rows=rows)(on_a_copy)]
+
+
+RULES: list[Rule] = [
+    *_both_forms(per_system, points_at(SYSTEMS), SYSTEM),
+    *_both_forms(to_receivers, points_at(NODES, RECEIVER), OWNED),
+    *_both_forms(to_either_end, points_at(NODES), OWNED),
+]

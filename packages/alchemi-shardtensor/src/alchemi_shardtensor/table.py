@@ -1,0 +1,113 @@
+"""The handler table of a partition: which operation is taken by which handler, the first that fits."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from alchemi_shardtensor.carry import carry
+from alchemi_shardtensor.tensor import End, PointsAt, Rows, Shard, ShardTensor, tag_in_place
+
+Op = Callable[..., Any]
+Predicate = Callable[[Shard, dict[str, Any]], bool]
+
+
+class Rule(NamedTuple):
+    """One line of a table: a handler, when it applies, and its result's rows (None: the handler has tagged it itself)."""
+
+    ops: tuple[Op, ...]
+    when: Predicate
+    handler: Callable[..., Any]
+    rows: Rows | None
+
+
+def handles(*ops: Op, when: Predicate, rows: Rows | None = None) -> Callable[[Callable[..., Any]], Rule]:
+    """Make a rule of a handler `(shard, op, **arguments)`, which sees plain tensors under the op's documented names."""
+    return lambda handler: Rule(ops, when, handler, rows)
+
+
+class HandlerTable:
+    """Rules in order; the first whose predicate holds takes the operation. A value: `table + [rule]` is another table."""
+
+    def __init__(self, rules: Sequence[Rule]) -> None:
+        """Index the rules by operation, keeping their order."""
+        self.rules = tuple(rules)
+        self._of: dict[Op, list[Rule]] = {}
+        for rule in self.rules:
+            for op in rule.ops:
+                self._of.setdefault(op, []).append(rule)
+
+    def __add__(self, rules: Sequence[Rule]) -> "HandlerTable":
+        """A table in which `rules` are asked first."""
+        return HandlerTable((*rules, *self.rules))
+
+    def dispatch(
+        self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
+        rules = self._of.get(op)
+        if rules is not None:
+            named = bind(op, args, kwargs)
+            for rule in rules:
+                if rule.when(shard, named):
+                    result = rule.handler(shard, op, **named)
+                    return result if rule.rows is None else tag_in_place(result, shard, rule.rows)
+        return carry(op, op(*args, **kwargs), shard, sources, args, kwargs)
+
+
+_GATHER = ("input", "dim", "index")
+_SCATTER = ("input", "dim", "index", "src", "reduce")
+_NAMES: dict[str, tuple[str, ...]] = {
+    "__getitem__": ("input", "index"),
+    "__iter__": ("input",),
+    "index_select": _GATHER,
+    "gather": _GATHER,
+    "select": _GATHER,
+    "index_add": _SCATTER[:4],
+    "scatter_add": _SCATTER[:4],
+    "scatter_reduce": _SCATTER,
+    "unbind": ("input", "dim"),
+    "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+    "backward": ("input", "gradient", "retain_graph", "create_graph", "inputs"),
+    "matmul": ("input", "other"),
+    "mm": ("input", "other"),
+    "__matmul__": ("input", "other"),
+    "__rmatmul__": ("other", "input"),
+}
+_REDUCE = ("input", "dim", "keepdim")
+_ALIASES = {"source": "src", "axis": "dim", "mat2": "other", "tensor": "other", "keepdims": "keepdim"}
+
+
+def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by one set of names, whatever the form of the call."""
+    name = op.__name__
+    names = _NAMES.get(name if name.endswith("__") else name.rstrip("_"), _REDUCE)
+    if len(args) > len(names):
+        raise TypeError(f"{name} takes at most {len(names)} positional arguments here, {len(args)} were given")
+    named = dict(zip(names, args, strict=False))
+    named.update((_ALIASES.get(k, k), v) for k, v in kwargs.items())
+    return named
+
+
+def points_at(target: PointsAt, end: End | None = None) -> Predicate:
+    """The index points at `target` (and all of it at this `end` of the edges)."""
+
+    def when(shard: Shard, named: dict[str, Any]) -> bool:
+        found = [i for i in indices(named.get("index")) if getattr(i, "points_at", None) is target]
+        return bool(found) and (end is None or all(i.end is end for i in found))
+
+    return when
+
+
+def rows_are(*rows: Rows) -> Predicate:
+    """The first argument's rows are of one of these kinds."""
+    return lambda shard, named: getattr(named["input"], "rows", None) in rows
+
+
+def indices(index: Any) -> Iterator[Any]:
+    """The tensors of an indexing expression."""
+    if isinstance(index, Tensor):
+        yield index
+    elif isinstance(index, (tuple, list)):
+        for part in index:
+            yield from indices(part)

@@ -1,0 +1,156 @@
+"""ShardTensor: a torch.Tensor that knows what its rows are and what its values point at."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from alchemi_shardtensor.comm import Comm
+from alchemi_shardtensor.routing import Routing
+from alchemi_spec import DistributionSpec
+
+if TYPE_CHECKING:
+    from alchemi_shardtensor.table import HandlerTable
+
+
+class Rows(StrEnum):
+    """What dim 0 of a tensor enumerates."""
+
+    OWNED = "owned"
+    """This rank's atoms."""
+    PADDED = "padded"
+    """This rank's atoms, then its ghosts."""
+    EDGE = "edge"
+    """The edges whose receivers this rank owns."""
+    SYSTEM = "system"
+    """The structures of the batch, or any other value that is the same on every rank."""
+
+
+class PointsAt(StrEnum):
+    """What the values of an integer tensor index."""
+
+    NODES = "nodes"
+    """Local atoms: below n_owned the owned ones, from there the ghosts."""
+    SYSTEMS = "systems"
+    """Structures of the batch."""
+
+
+class End(StrEnum):
+    """Which end of the edges an index names. Receivers are all owned; senders may be ghosts."""
+
+    SENDER = "sender"
+    RECEIVER = "receiver"
+    BOTH = "both"
+    """An edge_index (2, E): row 0 names senders, row 1 receivers."""
+
+
+OWNED, PADDED, EDGE, SYSTEM = Rows
+NODES, SYSTEMS = PointsAt
+SENDER, RECEIVER, BOTH = End
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """The partition of this run, as the tensors of one rank see it. Two shards never meet in one operation."""
+
+    spec: DistributionSpec
+    routing: Routing
+    n_systems: int
+    table: "HandlerTable"
+    seen: dict[Any, Any] = field(default_factory=dict)
+    """What has been agreed over ranks for this shard, once."""
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that hold the other shares."""
+        return self.routing.comm
+
+    @property
+    def n_owned(self) -> int:
+        """How many atoms this rank owns."""
+        return self.routing.n_owned
+
+    @property
+    def n_ghost(self) -> int:
+        """How many remote atoms this rank reads."""
+        return self.routing.n_ghost
+
+
+class ShardTensor(Tensor):
+    """A tensor with a tag: its `shard`, its `rows`, what it `points_at`, and for a node index which `end` it names.
+
+    The storage is the plain tensor's. An operation that no handler of the shard's table takes is plain torch's, with
+    the tag carried on to results that have the same rows.
+    """
+
+    shard: Shard
+    rows: Rows | None = None
+    points_at: PointsAt | None = None
+    end: End | None = None
+
+    @classmethod
+    def wrap(
+        cls,
+        t: Tensor,
+        *,
+        spec: DistributionSpec,
+        meta: Routing,
+        config: "HandlerTable",
+        n_systems: int = 1,
+        rows: Rows | None = None,
+        points_at: PointsAt | None = None,
+    ) -> Self:
+        """Tag `t` as part of a new shard. For several tensors of one shard: make a `Shard` and `tag` each."""
+        return tag(t, Shard(spec, meta, n_systems, config), rows, points_at)  # type: ignore[return-value]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Dispatch: the first handler of the shard's table whose predicate holds, else plain torch and `carry`."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            sources = [a for a in _flat(args, kwargs) if isinstance(a, ShardTensor)]
+            if not sources:
+                return func(*args, **kwargs)
+            shard = sources[0].shard
+            return shard.table.dispatch(func, shard, sources, args, kwargs)
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Pickle the values: a shard belongs to one process."""
+        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def tag(
+    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: End | None = None
+) -> ShardTensor:
+    """`t` as a ShardTensor that shares its storage; `t` itself stays plain."""
+    return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end)  # type: ignore[arg-type]
+
+
+def tag_in_place(
+    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: End | None = None
+) -> ShardTensor:
+    """Tag the very object, so that an in-place operation whose result is dropped leaves a tagged accumulator."""
+    if type(t) is not ShardTensor:
+        t.__class__ = ShardTensor
+    t.shard, t.rows, t.points_at, t.end = shard, rows, points_at, end  # type: ignore[attr-defined]
+    return t  # type: ignore[return-value]
+
+
+def plain(t: Tensor) -> Tensor:
+    """The same tensor without its tag; differentiable, shares storage."""
+    return t.as_subclass(Tensor) if isinstance(t, ShardTensor) else t  # type: ignore[arg-type]
+
+
+def _flat(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any] | None = None) -> Iterator[Any]:
+    for a in args:
+        if isinstance(a, (tuple, list)):
+            yield from _flat(a)
+        else:
+            yield a
+    if kwargs:
+        yield from _flat(tuple(kwargs.values()))

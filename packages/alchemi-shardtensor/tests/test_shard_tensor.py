@@ -1,0 +1,289 @@
+import pickle
+
+import pytest
+import torch
+from graphs import RandomGraph
+from torch import Tensor
+
+from alchemi_shardtensor import (
+    BOTH,
+    EDGE,
+    NODES,
+    OWNED,
+    RECEIVER,
+    SENDER,
+    SYSTEM,
+    SYSTEMS,
+    Comm,
+    ShardTensor,
+    handles,
+    plain,
+    points_at,
+    tag,
+)
+from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
+from alchemi_spec import MissingHandler
+
+F64 = torch.float64
+OTHER_GATHERS = {
+    "getitem": lambda x, i: x[i],
+    "getitem_tuple": lambda x, i: x[i, :],
+    "index_select": lambda x, i: x.index_select(0, i),
+    "torch.index_select": lambda x, i: torch.index_select(x, 0, index=i),
+    "gather": lambda x, i: x.gather(0, i.view(-1, 1).expand(-1, 3)),
+    "torch.gather": lambda x, i: torch.gather(x, -2, i[:, None].expand(-1, 3)),
+}
+OTHER_SCATTERS = {
+    "scatter_add_": lambda out, i, v: out.scatter_add_(0, i.view(-1, 1).expand_as(v), v),
+    "scatter_add": lambda out, i, v: out.scatter_add(0, i.view(-1, 1).expand_as(v), v),
+    "torch.scatter_add": lambda out, i, v: torch.scatter_add(out, 0, index=i.view(-1, 1).expand_as(v), src=v),
+    "index_add_": lambda out, i, v: out.index_add_(0, i, v),
+    "index_add": lambda out, i, v: out.index_add(0, i, source=v),
+    "scatter_reduce_": lambda out, i, v: out.scatter_reduce_(0, i.view(-1, 1).expand_as(v), v, reduce="sum"),
+    "scatter_reduce": lambda out, i, v: out.scatter_reduce(0, i.view(-1, 1).expand_as(v), v, "sum"),
+}
+
+
+def values(comm, n, k=3):
+    return comm.broadcast_object(torch.rand(n, k, dtype=F64))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("form", OTHER_GATHERS)
+def test_a_gather_through_senders_exchanges_once_and_one_through_receivers_never(comm, form):
+    graph, x = RandomGraph(comm), None
+    x = values(comm, graph.n)
+    gather = OTHER_GATHERS[form]
+    leaf = graph.owned(x).requires_grad_()
+    sender, receiver = graph.local_edge_index
+    with count_traffic(comm) as traffic:
+        rows, own = gather(leaf, sender), gather(leaf, receiver)
+    assert traffic.exchanges == (comm.size > 1)
+    assert (rows.rows, own.rows) == (EDGE, EDGE)
+    assert torch.equal(plain(rows), gather(x, graph.edge_index[0, graph.edges]))
+    assert torch.equal(plain(own), gather(x, graph.edge_index[1, graph.edges]))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("form", OTHER_SCATTERS)
+@pytest.mark.parametrize("row", [0, 1], ids=["senders", "receivers"])
+def test_a_scatter_equals_one_process_with_a_non_zero_accumulator(comm, form, row):
+    graph = RandomGraph(comm)
+    v, start = values(comm, len(graph.edge_index[0])), values(comm, graph.n)
+    scatter = OTHER_SCATTERS[form]
+    expected = scatter(start.clone(), graph.edge_index[row], v)
+    with count_traffic(comm) as traffic:
+        out = scatter(plain(graph.owned(start)), graph.local_edge_index[row], graph.edge(v))
+    assert out.rows is OWNED
+    assert (traffic.reverses, traffic.exchanges) == (1 - row, 0)
+    torch.testing.assert_close(plain(out), expected[graph.mine], rtol=0, atol=EXACT)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("form", OTHER_SCATTERS)
+def test_a_scatter_through_the_batch_is_the_per_system_sum_on_every_rank(comm, form):
+    graph = RandomGraph(comm, n_systems=3)
+    v, start = values(comm, graph.n), values(comm, 3)
+    scatter = OTHER_SCATTERS[form]
+    out = scatter(start.clone(), graph.local_batch, graph.owned(v))
+    assert out.rows is SYSTEM
+    torch.testing.assert_close(plain(out), scatter(start, graph.batch, v), rtol=0, atol=EXACT)
+
+
+@ranks(1, 2)
+def test_in_place_keeps_numbers_and_tag_when_its_result_is_dropped(comm):
+    graph = RandomGraph(comm)
+    v, out = values(comm, graph.n), torch.zeros(2, 3, dtype=F64)
+    alias = out
+    out.index_add_(0, graph.local_batch, graph.owned(v))
+    assert isinstance(alias, ShardTensor) and alias.rows is SYSTEM
+    torch.testing.assert_close(plain(alias).sum(0), v.sum(0))
+
+
+@ranks(2, 3)
+def test_as_many_systems_as_rows_confuse_nothing(comm):
+    """The index says what it points at, not the shapes."""
+    owners = [r % comm.size for r in range(3 * comm.size)]
+    graph = RandomGraph(comm, n=3 * comm.size, n_systems=3, owners=owners)
+    v, per_system = values(comm, graph.n), values(comm, 3)
+    assert graph.routing.n_owned == graph.n_systems
+    spread = tag(per_system, graph.shard, SYSTEM)[graph.local_batch] * graph.owned(v)
+    out = torch.zeros(3, 3, dtype=F64).index_add_(0, graph.local_batch, spread)
+    expected = torch.zeros(3, 3, dtype=F64).index_add_(0, graph.batch, per_system[graph.batch] * v)
+    torch.testing.assert_close(plain(out), expected)
+
+
+def toy_energy(x, edge_index, batch, strain, n_systems):
+    """Two rounds of messages, a mid-network total that feeds back, and a strain leaf."""
+    x = x + torch.einsum("ni,nij->nj", x, strain[batch])
+    sender, receiver = edge_index[0], edge_index[1]
+    h = x
+    for _ in range(2):
+        message = torch.tanh(h[sender] - 0.3 * h[receiver])
+        h = h + torch.zeros_like(h).index_add_(0, receiver, message)
+    charge = h[:, 0]
+    excess = torch.zeros(n_systems, dtype=x.dtype).scatter_add_(0, batch, charge)
+    charge = charge - 0.1 * excess[batch]
+    return torch.zeros(n_systems, dtype=x.dtype).scatter_add_(-1, batch, charge**2 + h.sum(-1))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("owners", [None, [0] * 20 + [1, 1, 1]])
+def test_energy_gradient_and_strain_gradient_equal_one_process(comm, owners):
+    graph = RandomGraph(comm, owners=owners)
+    x = values(comm, graph.n)
+    whole, strain = x.clone().requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True)
+    energy = toy_energy(whole, graph.edge_index, graph.batch, strain, 2)
+    forces, stress = torch.autograd.grad(energy.sum(), [whole, strain])
+
+    leaf, strain = graph.owned(x).requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True)
+    with count_traffic(comm) as traffic:
+        shared = toy_energy(leaf, graph.local_edge_index, graph.local_batch, strain, 2)
+        f, s = torch.autograd.grad(shared.sum(), [leaf, strain])
+    assert (f.rows, s.rows) == (OWNED, SYSTEM)
+    assert traffic.exchanges == traffic.reverses == (2 if comm.size > 1 else 0)
+    torch.testing.assert_close(plain(shared), energy, rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(plain(f), forces[graph.mine], rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(plain(s), stress, rtol=EXACT, atol=EXACT)
+
+
+@ranks(1, 3)
+def test_sums_and_means_over_rows_are_global(comm):
+    graph = RandomGraph(comm)
+    x, w = values(comm, graph.n), values(comm, len(graph.edge_index[0]))
+    shared, edges = graph.owned(x), graph.edge(w)
+    for mine, whole in ((shared, x), (edges, w)):
+        for reduce in (torch.sum, torch.mean):
+            for dim in (None, 0, -2, (0, 1)):
+                kwargs = {} if dim is None else {"dim": dim}
+                result = reduce(mine, **kwargs)
+                assert result.rows is SYSTEM
+                torch.testing.assert_close(plain(result), reduce(whole, **kwargs))
+    assert shared.sum(-1).rows is OWNED
+
+
+@ranks(2)
+def test_the_largest_index_counts_what_is_pointed_at_also_on_an_empty_rank(comm):
+    graph = RandomGraph(comm, owners=[0] * 23)
+    assert int(graph.local_batch.max()) + 1 == 2
+    assert int(graph.local_edge_index.max()) + 1 == len(graph.mine)
+
+
+ONE = RandomGraph(Comm(), n=6, n_edges=4)
+X = torch.rand(6, 6, dtype=F64)
+
+
+@pytest.mark.parametrize(
+    "moved",
+    [
+        lambda x: x.T,
+        lambda x: x.t(),
+        lambda x: x.mT,
+        lambda x: x.transpose(0, 1),
+        lambda x: x.permute(1, 0),
+        lambda x: x.unsqueeze(0),
+        lambda x: x[None],
+        lambda x: torch.stack([x] * 6),
+        lambda x: x[:, 0].expand(6, 6),
+        lambda x: x[:, 0] + torch.zeros(6, 6, dtype=F64),
+        lambda x: torch.einsum("nk->kn", x),
+    ],
+)
+def test_rows_that_moved_are_not_taken_for_atoms_though_their_number_is_equal(moved):
+    assert getattr(moved(tag(X, ONE.shard, OWNED)), "rows", None) is None
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda x: x * 2 + x[:, :1],
+        lambda x: x.unsqueeze(1).squeeze(1),
+        lambda x: torch.stack([x, x], dim=1),
+        lambda x: torch.cat([x, x], dim=1),
+        lambda x: torch.nn.functional.linear(x, torch.rand(6, 6, dtype=F64)),
+        lambda x: torch.einsum("nk,kl->nl", x, torch.rand(6, 6, dtype=F64)),
+        lambda x: torch.rand(9, 4)[x.argmax(1)],
+        lambda x: torch.nn.functional.silu(x),
+        lambda x: x.detach().to(torch.float32),
+        lambda x: torch.zeros_like(x),
+    ],
+)
+def test_rows_that_stayed_are_still_atoms(kept):
+    assert kept(tag(X, ONE.shard, OWNED)).rows is OWNED
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x: x.max(),
+        lambda x: x.amax(0),
+        lambda x: torch.linalg.norm(x),
+        lambda x: x.std(),
+        lambda x: x.softmax(0),
+        lambda x: torch.rand(6, 6, dtype=F64) @ x,
+        lambda x: x[:, ONE.local_edge_index[0]],
+        lambda x: torch.zeros(6, 6, dtype=F64).scatter_reduce_(0, ONE.local_edge_index[0][:, None].expand(-1, 6), x[:4], "amax"),
+        lambda x: x.sum().backward(),
+    ],
+)
+def test_what_would_be_wrong_on_a_share_is_refused_with_the_fix(refused):
+    with pytest.raises(MissingHandler, match="register|index|Sums are combined|autograd.grad"):
+        refused(tag(X.clone(), ONE.shard, OWNED))
+
+
+def test_a_tensor_that_is_not_per_atom_is_not_indexed_by_atoms():
+    with pytest.raises(MissingHandler, match=r"shape \(5, 2\).*\n.*plain"):
+        torch.rand(5, 2)[ONE.local_edge_index[0]]
+
+
+def test_an_argument_returned_as_it_is_stays_plain():
+    weights = torch.rand(6, 3, dtype=F64)
+    assert weights.to(tag(X, ONE.shard, OWNED)) is weights
+    assert type(weights) is Tensor
+
+
+def test_ends_of_an_edge_index():
+    index = ONE.local_edge_index
+    sender, receiver = index
+    assert (sender.end, receiver.end) == (SENDER, RECEIVER)
+    assert (index[0].end, index[-1].end) == (SENDER, RECEIVER)
+    assert [i.end for i in index.unbind(0)] == [SENDER, RECEIVER]
+    assert index[:, torch.tensor([2, 1])].end is BOTH and index.clone().end is BOTH
+    assert index.flip(0).end is None and index.flip(0).points_at is NODES
+    assert index[[1, 0]].end is None
+    assert receiver.view(-1, 1).expand(-1, 3).end is RECEIVER
+
+
+def test_a_static_input_travels_once_until_it_is_changed():
+    graph = ONE
+    numbers = tag(torch.arange(6), graph.shard, OWNED)
+    sender = graph.local_edge_index[0]
+    first = numbers[sender]
+    numbers.add_(1)
+    assert torch.equal(plain(numbers[sender]), plain(first) + 1)
+
+
+def test_handlers_of_one_table_do_not_reach_another():
+    @handles(Tensor.__getitem__, when=points_at(SYSTEMS), rows=OWNED)
+    def zeros(shard, op, input, index):
+        return input[index] * 0
+
+    other = RandomGraph(Comm(), n=6, n_edges=4)
+    object.__setattr__(other.shard, "table", other.shard.table + [zeros])
+    per_system = torch.ones(2)
+    assert per_system[other.local_batch].sum() == 0
+    assert per_system[ONE.local_batch].sum() == 6
+
+
+def test_pickling_leaves_the_shard_behind():
+    x = tag(X, ONE.shard, OWNED)
+    assert type(pickle.loads(pickle.dumps(x))) is Tensor
+
+
+@ranks(2)
+def test_an_untagged_input_of_uneven_shape_is_an_error_on_every_rank(comm):
+    graph = RandomGraph(comm, owners=[0] * 20 + [1, 1, 1])
+    x = torch.rand(len(graph.mine), 3, dtype=F64, requires_grad=True)
+    energy = torch.zeros(2, 3, dtype=F64).index_add(0, graph.local_batch, x)
+    with pytest.raises(MissingHandler, match="differ between ranks"):
+        torch.autograd.grad(energy.sum(), x)

@@ -1,0 +1,90 @@
+"""The data contract (every field's level, shape, dtype, unit) and the model contract."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from alchemi_spec.errors import UnsupportedElement
+from alchemi_spec.spec import DistributionSpec
+
+
+class Level(StrEnum):
+    """What one row of a field describes: an atom, a directed pair, or a whole structure."""
+
+    NODE = "node"
+    EDGE = "edge"
+    SYSTEM = "system"
+
+
+class Field(NamedTuple):
+    """One entry of the data contract. N atoms, E edges, B systems; dtype `real` is the positions' own."""
+
+    level: Level
+    shape: tuple[int | str, ...]
+    dtype: str
+    unit: str | None
+    meaning: str
+
+
+FIELDS: Mapping[str, Field] = {
+    "positions": Field(Level.NODE, ("N", 3), "real", "Å", "Cartesian coordinates, never wrapped by us"),
+    "atomic_numbers": Field(Level.NODE, ("N",), "int64", None, "1 for hydrogen"),
+    "batch": Field(Level.NODE, ("N",), "int64", None, "the system that each atom belongs to"),
+    "cell": Field(Level.SYSTEM, ("B", 3, 3), "real", "Å", "lattice vectors in rows; zero where there are none"),
+    "pbc": Field(Level.SYSTEM, ("B", 3), "bool", None, "periodic along each lattice vector"),
+    "edge_index": Field(Level.EDGE, (2, "E"), "int64", None, "senders, receivers; every edge of each receiver"),
+    "edge_shifts": Field(Level.EDGE, ("E", 3), "real", None, "whole-numbered S of x[sender] + S @ cell - x[receiver]"),
+    "energy": Field(Level.SYSTEM, ("B",), "real", "eV", "potential energy"),
+    "forces": Field(Level.NODE, ("N", 3), "real", "eV/Å", "minus the energy's gradient"),
+    "stress": Field(Level.SYSTEM, ("B", 3, 3), "real", "eV/Å^3", "dE/dstrain / V, symmetric, tension positive"),
+}
+"""The fields that models read (down to `edge_shifts`) and return."""
+
+
+@runtime_checkable
+class Model(Protocol):
+    """What a model must be: a `torch.nn.Module` with these members.
+
+    `model(data, outputs)` takes the fields of `FIELDS` that describe the structure and returns a dict with those of
+    `energy`, `forces` and `stress` that `outputs` names. It must not care how many atoms it is shown: under alchemi it
+    sees one rank's atoms, and what it gathers from other atoms through `edge_index` arrives by itself. Stress may be
+    anything where a system has no volume: it is not read there.
+    """
+
+    cutoff: float
+    """The longest edge, in Å."""
+    elements: frozenset[int] | None
+    """The atomic numbers that the model knows, or None for all."""
+    distribution_spec: DistributionSpec
+    """How the model may be spread over ranks; for a message-passing model, `SPEC_MPNN_HALO`."""
+
+    def __call__(self, data: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+        """Compute `outputs` for the structure in `data`."""
+        ...
+
+
+def check_elements(numbers: Iterable[int], allowed: frozenset[int] | None, ids: Sequence[int] | None = None) -> None:
+    """Refuse the first atom whose element is not `allowed`; `ids` are the indices to report, default 0, 1, 2, ...
+
+    Raises:
+        UnsupportedElement: with the element's symbol, the atom's index, and what is allowed.
+    """
+    for row, number in enumerate(numbers):
+        if not 0 < number < len(SYMBOLS) or (allowed is not None and number not in allowed):
+            known = "every element" if allowed is None else ", ".join(symbol(z) for z in sorted(allowed))
+            raise UnsupportedElement(
+                f"atom {row if ids is None else ids[row]} is {symbol(number)} (atomic number {number}), "
+                f"which this model does not know.\nIt knows {known}: remove the atom, or use another model."
+            )
+
+
+def symbol(number: int) -> str:
+    """Chemical symbol of an atomic number; `no element` outside the periodic table."""
+    return SYMBOLS[number] if 0 < number < len(SYMBOLS) else "no element"
+
+
+SYMBOLS = (
+    "X H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb "
+    "Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg "
+    "Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og"
+).split()
