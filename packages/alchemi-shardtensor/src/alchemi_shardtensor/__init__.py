@@ -3,7 +3,7 @@
 from alchemi_shardtensor.comm import Comm, Traffic
 from alchemi_shardtensor.config import DomainConfig
 from alchemi_shardtensor.launch import RankPool, comm_from_environment
-from alchemi_shardtensor.routing import Routing, sum_over_ranks
+from alchemi_shardtensor.routing import Edges, Routing, sum_over_ranks
 from alchemi_shardtensor.rules import OWNED_LAYOUT
 from alchemi_shardtensor.table import HandlerTable, Rule, handles, points_at, rows_are
 from alchemi_shardtensor.tensor import (
@@ -35,6 +35,7 @@ __all__ = [
     "SYSTEMS",
     "Comm",
     "DomainConfig",
+    "Edges",
     "HandlerTable",
     "RankPool",
     "Routing",

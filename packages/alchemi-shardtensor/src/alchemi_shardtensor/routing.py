@@ -1,7 +1,7 @@
 """Who sends which rows to whom, and the exchange over it with its adjoint. Frozen; made with the neighbour list."""
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,6 +54,18 @@ class Routing:
     def padded(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F); alone, the owned rows are all."""
         return owned if self.comm.size == 1 else torch.cat([owned, self.exchange(owned)])
+
+
+class Edges(NamedTuple):
+    """A rank's share of a graph: all edges of the nodes it owns, sorted by receiver, and the routing of its ghosts.
+
+    `edge_index` (2, E): senders and receivers by local id. `shifts` (E, 3): whole-numbered S of the geometry
+    x[sender] + S @ cell - x[receiver].
+    """
+
+    routing: Routing
+    edge_index: Tensor
+    shifts: Tensor
 
 
 class Exchange(torch.autograd.Function):
