@@ -249,8 +249,10 @@ def test_ends_of_an_edge_index():
     assert (index[0].end, index[-1].end) == (SENDER, RECEIVER)
     assert [i.end for i in index.unbind(0)] == [SENDER, RECEIVER]
     assert index[:, torch.tensor([2, 1])].end is BOTH and index.clone().end is BOTH
-    assert index.flip(0).end is None and index.flip(0).points_at is NODES
-    assert index[[1, 0]].end is None
+    assert index.flip(0).end == index[[1, 0]].end == torch.stack([receiver, sender]).end == (RECEIVER, SENDER)
+    assert torch.equal(plain(index.flip(0)[1]), plain(sender)) and index.flip(0)[1].end is SENDER
+    assert torch.cat([sender, receiver]).end is None and torch.cat([sender, receiver]).points_at is NODES
+    assert index.flip(1).end is None and index.T.end is None
     assert receiver.view(-1, 1).expand(-1, 3).end is RECEIVER
 
 

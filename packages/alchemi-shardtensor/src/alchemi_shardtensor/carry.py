@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.tensor import BOTH, EDGE, OWNED, PADDED, SYSTEM, End, Rows, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import EDGE, OWNED, PADDED, SYSTEM, Ends, Rows, Shard, ShardTensor, tag_in_place
 
 SHARE = (OWNED, PADDED, EDGE)
 """Rows of which each rank holds its share only."""
@@ -33,15 +33,18 @@ def carry(
         return result
     rows = _rows(name, result, sources, args, kwargs)
     countable = not result.is_floating_point() and result.dtype != torch.bool
-    index = next((s for s in sources if s.points_at), None) if countable else None
-    if index is not None:
-        return tag_in_place(result, shard, rows, index.points_at, _end(name, index))
+    found = [s for s in sources if s.points_at] if countable else []
+    if found:
+        return tag_in_place(result, shard, rows, found[0].points_at, _end(name, found))
     return result if rows is None else tag_in_place(result, shard, rows)
 
 
-def _end(name: str, index: ShardTensor) -> End | None:
-    """An index of one end keeps it in any shape; an edge_index only where its two rows stay in their places."""
-    return index.end if index.end is not BOTH or name in _SAME_PLACES else None
+def _end(name: str, found: list[ShardTensor]) -> Ends:
+    """Indices of one end keep it in any shape; an edge_index keeps its two where its rows stay in their places."""
+    end = found[0].end
+    if any(s.end != end for s in found) or (isinstance(end, tuple) and name not in _SAME_PLACES):
+        return None
+    return end
 
 
 def _rows(

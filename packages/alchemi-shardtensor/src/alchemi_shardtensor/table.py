@@ -67,6 +67,8 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "scatter_add": _SCATTER[:4],
     "scatter_reduce": _SCATTER,
     "unbind": ("input", "dim"),
+    "stack": ("tensors", "dim"),
+    "flip": ("input", "dims"),
     "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
     "backward": ("input", "gradient", "retain_graph", "create_graph", "inputs"),
     "matmul": ("input", "other"),

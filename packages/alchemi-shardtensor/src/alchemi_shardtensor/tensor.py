@@ -43,13 +43,16 @@ class End(StrEnum):
 
     SENDER = "sender"
     RECEIVER = "receiver"
-    BOTH = "both"
-    """An edge_index (2, E): row 0 names senders, row 1 receivers."""
 
 
 OWNED, PADDED, EDGE, SYSTEM = Rows
 NODES, SYSTEMS = PointsAt
-SENDER, RECEIVER, BOTH = End
+SENDER, RECEIVER = End
+BOTH = (SENDER, RECEIVER)
+"""The ends that the two rows of an edge_index (2, E) name."""
+
+
+Ends = End | tuple[End, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +83,8 @@ class Shard:
 
 
 class ShardTensor(Tensor):
-    """A tensor with a tag: its `shard`, its `rows`, what it `points_at`, and for a node index which `end` it names.
+    """A tensor with a tag: its `shard`, its `rows`, what it `points_at`, and for a node index which `end` it names
+    (one for all its values, a tuple of one for each row, or None where unknown: right, but it costs an exchange).
 
     The storage is the plain tensor's. An operation that no handler of the shard's table takes is plain torch's, with
     the tag carried on to results that have the same rows.
@@ -89,7 +93,7 @@ class ShardTensor(Tensor):
     shard: Shard
     rows: Rows | None = None
     points_at: PointsAt | None = None
-    end: End | None = None
+    end: Ends = None
 
     @classmethod
     def wrap(
@@ -125,14 +129,14 @@ class ShardTensor(Tensor):
 
 
 def tag(
-    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: End | None = None
+    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: Ends = None
 ) -> ShardTensor:
     """`t` as a ShardTensor that shares its storage; `t` itself stays plain."""
     return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end)  # type: ignore[arg-type]
 
 
 def tag_in_place(
-    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: End | None = None
+    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: Ends = None
 ) -> ShardTensor:
     """Tag the very object, so that an in-place operation whose result is dropped leaves a tagged accumulator."""
     if type(t) is not ShardTensor:

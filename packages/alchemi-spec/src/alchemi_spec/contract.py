@@ -34,6 +34,7 @@ FIELDS: Mapping[str, Field] = {
     "pbc": Field(Level.SYSTEM, ("B", 3), "bool", None, "periodic along each lattice vector"),
     "edge_index": Field(Level.EDGE, (2, "E"), "int64", None, "senders, receivers; every edge of each receiver"),
     "edge_shifts": Field(Level.EDGE, ("E", 3), "real", None, "whole-numbered S of x[sender] + S @ cell - x[receiver]"),
+    "nodes": Field(Level.NODE, ("N + ghosts",), "int64", None, "x[nodes] are the rows edge_index counts, for fused kernels"),
     "energy": Field(Level.SYSTEM, ("B",), "real", "eV", "potential energy"),
     "forces": Field(Level.NODE, ("N", 3), "real", "eV/Å", "minus the energy's gradient"),
     "stress": Field(Level.SYSTEM, ("B", 3, 3), "real", "eV/Å^3", "dE/dstrain / V, symmetric, tension positive"),

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
-from alchemi_shardtensor.tensor import BOTH, EDGE, NODES, PADDED, RECEIVER, SENDER, SYSTEMS, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import EDGE, NODES, PADDED, RECEIVER, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
 _SELECTS = (Tensor.index_select, torch.index_select)
@@ -14,43 +14,56 @@ _GATHERS = (Tensor.gather, torch.gather)
 
 
 def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
-    return getattr(named["input"], "end", None) is BOTH
+    return isinstance(getattr(named["input"], "end", None), tuple)
 
 
 @handles(Tensor.__getitem__, when=_is_edge_index)
 def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> Any:
-    """edge_index (2, E) -> senders or receivers (E,), or a (2, E') part of the same."""
-    if isinstance(index, int):
-        return _row(input, index % 2)
+    """edge_index (2, E) -> senders or receivers (E,), or some edges (2, E'), or its rows in another order."""
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     if isinstance(head, int):
-        return _row(input, head % 2)[rest] if rest else _row(input, head % 2)
-    same_places = head is Ellipsis or head == slice(None) if not isinstance(head, Tensor) else False
-    return tag_in_place(input[index], input.shard, None, NODES, BOTH if same_places else None)
+        return _row(input, head)[rest] if rest else _row(input, head)
+    if isinstance(head, list):
+        ends: Ends = tuple(input.end[i] for i in head)  # type: ignore[index]
+    else:
+        whole = not isinstance(head, Tensor) and head in (slice(None), Ellipsis) and index is not Ellipsis
+        ends = input.end if whole else None
+    return tag_in_place(input[index], shard, None, NODES, ends)
 
 
-@handles(Tensor.unbind, torch.unbind, when=_is_edge_index)
-def rows_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int = 0) -> tuple[Tensor, ...]:
-    """edge_index (2, E) -> (senders (E,), receivers (E,))."""
+@handles(Tensor.unbind, torch.unbind, Tensor.__iter__, when=_is_edge_index)
+def rows_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int = 0) -> Any:
+    """edge_index (2, E) -> (senders (E,), receivers (E,)); also `sender, receiver = edge_index`."""
     if dim % 2:
         raise MissingHandler("unbind of an edge_index along its edges gives one tensor per edge: index its two rows instead.")
-    return _row(input, 0), _row(input, 1)
-
-
-@handles(Tensor.__iter__, when=_is_edge_index)
-def iterate_edge_index(shard: Shard, op: Any, input: ShardTensor) -> Any:
-    """`sender, receiver = edge_index`."""
-    return iter((_row(input, 0), _row(input, 1)))
+    rows = tuple(_row(input, i) for i in range(len(input)))
+    return iter(rows) if op is Tensor.__iter__ else rows
 
 
 @handles(Tensor.select, torch.select, when=_is_edge_index)
 def select_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int, index: int) -> Tensor:
     """edge_index (2, E) -> senders or receivers (E,)."""
-    return _row(input, index % 2) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, None, NODES)
+    return _row(input, index) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, None, NODES)
+
+
+@handles(Tensor.flip, torch.flip, when=lambda shard, named: _is_edge_index(shard, named) and named["dims"] in (0, (0,), [0]))
+def flip_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dims: Any) -> Tensor:
+    """edge_index (2, E) -> its rows in the other order, for models that name receivers first."""
+    return tag_in_place(input.flip(0), shard, None, NODES, input.end[::-1])  # type: ignore[index]
+
+
+def _are_ends(shard: Shard, named: dict[str, Any]) -> bool:
+    return named.get("dim", 0) == 0 and all(isinstance(getattr(t, "end", None), End) for t in named["tensors"])
+
+
+@handles(torch.stack, when=_are_ends)
+def stack_ends(shard: Shard, op: Any, tensors: Any, dim: int = 0) -> Tensor:
+    """Senders (E,), receivers (E,), in any order -> an edge_index (2, E)."""
+    return tag_in_place(torch.stack(list(tensors)), shard, None, NODES, tuple(t.end for t in tensors))
 
 
 def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
-    return tag_in_place(edge_index.select(0, row), edge_index.shard, EDGE, NODES, (SENDER, RECEIVER)[row])
+    return tag_in_place(edge_index.select(0, row), edge_index.shard, EDGE, NODES, edge_index.end[row])  # type: ignore[index]
 
 
 @handles(Tensor.__getitem__, when=points_at(NODES))
@@ -128,8 +141,9 @@ def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: None = None) -
 RULES: list[Rule] = [
     row_of_edge_index,
     rows_of_edge_index,
-    iterate_edge_index,
     select_of_edge_index,
+    flip_of_edge_index,
+    stack_ends,
     gather_nodes,
     select_nodes,
     gather_systems,

@@ -1,0 +1,142 @@
+"""MACE (Batatia et al., arXiv:2206.07697) behind alchemi-spec's contract; the model itself is not modified."""
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from mace.calculators import foundations_models  # before e3nn is used: it allows what torch's safe loading refuses
+from torch import Tensor, nn
+
+from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
+
+ALL_OUTPUTS = ("energy", "forces", "stress")
+
+
+class MACEWrapper(nn.Module):
+    """Any MACE model that `mace-torch` makes or loads, with e3nn or cuEquivariance kernels.
+
+    `wrapper(data, outputs)` computes in the model's dtype: `wrapper.double()` and `wrapper.float()` change it. The
+    gradient is taken with respect to positions and strain; the parameters are left as they are.
+    """
+
+    distribution_spec = SPEC_MPNN_HALO
+
+    def __init__(self, model: nn.Module, head: str | None = None) -> None:
+        """Wrap a live model. `head`: which of a multi-head model's; default its last, as in MACE's own calculator.
+
+        Raises:
+            ValueError: where the model has no such head.
+        """
+        super().__init__()
+        heads = list(getattr(model, "heads", None) or ["Default"])
+        if head is not None and head not in heads:
+            raise ValueError(f"this model has no head {head!r}: choose one of {', '.join(heads)}.")
+        self.model = model
+        self.head = heads.index(head) if head is not None else len(heads) - 1
+        self.cutoff = float(model.r_max)  # type: ignore[arg-type]
+        numbers = [int(z) for z in model.atomic_numbers]  # type: ignore[union-attr]
+        self.elements = frozenset(numbers)
+        onehot = torch.zeros(max(numbers) + 1, len(numbers))
+        onehot[numbers, range(len(numbers))] = 1
+        self.register_buffer("onehot", onehot.to(self.dtype), persistent=False)
+
+    @classmethod
+    def from_checkpoint(
+        cls, name: str | Path | io.BytesIO, *, head: str | None = None, trust_pickle: bool = False, cueq: bool = False
+    ) -> Self:
+        """Load a `.model` file, or a foundation model that MACE knows by name (such as `medium-mpa-0`).
+
+        A `.model` file is a pickle: loading it runs code that is stored in it. A named model comes from MACE's own
+        releases and is trusted. `cueq`: convert to cuEquivariance kernels.
+
+        Raises:
+            UntrustedPickle: for a file, unless `trust_pickle`.
+            FileNotFoundError: where there is neither such a file nor such a name.
+        """
+        known = {**foundations_models.mace_mp_urls, **foundations_models.mace_off_urls}
+        if isinstance(name, str) and not Path(name).exists() and name in known:
+            model = _download(name)
+        else:
+            if not isinstance(name, io.BytesIO) and not Path(name).exists():
+                raise FileNotFoundError(f"no file {name}, and MACE knows no model of that name; it knows {', '.join(known)}.")
+            if not trust_pickle:
+                raise UntrustedPickle(
+                    f"{name} is a pickle: loading it runs whatever code is stored in it, which torch refuses by default.\n"
+                    f"If you trust where it comes from, pass trust_pickle=True (--trust-pickle at the command line)."
+                )
+            model = torch.load(name, map_location="cpu", weights_only=False)
+        model.requires_grad_(False).eval()
+        if cueq:
+            from mace.cli.convert_e3nn_cueq import run  # noqa: PLC0415  needs the extra `cueq`
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            model = run(model, device=device).requires_grad_(False).eval()
+        return cls(model, head)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's floating-point type."""
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    def forward(self, data: Mapping[str, Tensor], outputs: Sequence[str] = ALL_OUTPUTS) -> dict[str, Tensor]:
+        """Energy (B,) in eV, forces (N, 3) in eV/Å, stress (B, 3, 3) in eV/Å^3, those of `outputs`."""
+        sender, receiver = data["edge_index"]
+        batch, dtype = data["batch"], self.dtype
+        cell = data["cell"].to(dtype)
+        shifts = -data["edge_shifts"].to(dtype)  # MACE's vectors run from sender to receiver
+        mace_data = {
+            "positions": data["positions"].detach().to(dtype),
+            "node_attrs": self.onehot[data["atomic_numbers"]],  # type: ignore[index]
+            "edge_index": data["edge_index"],
+            "unit_shifts": shifts,
+            "shifts": torch.einsum("ei,eij->ej", shifts, cell[batch[receiver]]),
+            "cell": cell,
+            "batch": batch,
+            "ptr": torch.empty(len(cell) + 1),  # only its length is read
+            "head": torch.full((len(cell),), self.head, device=cell.device),
+            "displacement": torch.zeros(len(cell), 3, 3, dtype=dtype, device=cell.device).requires_grad_(),
+        }
+        want_stress = "stress" in outputs
+        with _reaching_fused_kernels(self.model, data["nodes"]):
+            result = self.model(
+                mace_data,
+                compute_force="forces" in outputs or want_stress,
+                compute_stress=want_stress,
+                compute_displacement=want_stress,
+            )
+        return {name: result[name].detach() for name in outputs}
+
+
+def _download(name: str) -> nn.Module:
+    loader = foundations_models.mace_off if name in foundations_models.mace_off_urls else foundations_models.mace_mp
+    return loader(model=name, device="cpu", default_dtype="float32", return_raw_model=True)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _reaching_fused_kernels(model: nn.Module, nodes: Tensor) -> Iterator[None]:
+    """While open, convolutions that gather inside their kernel are handed the rows that their senders count."""
+    fused = [block.conv_tp for block in model.interactions if getattr(block, "conv_fusion", None)]  # type: ignore[union-attr]
+    own = [conv.forward for conv in fused]
+
+    def reaching(kernel: Any) -> Any:
+        def forward(node_feats: Tensor, edge_attrs: Tensor, tp_weights: Tensor, edge_index: Tensor) -> Tensor:
+            rows, like = _plain(node_feats[nodes]), _plain(node_feats)
+            sender, receiver = (_plain(end) for end in edge_index)
+            return kernel([tp_weights, rows, _plain(edge_attrs)], {1: sender}, {0: like}, {0: receiver})[0]  # type: ignore[no-any-return]
+
+        return forward
+
+    try:
+        for conv in fused:
+            conv.forward = reaching(conv.original_forward)
+        yield
+    finally:
+        for conv, forward in zip(fused, own, strict=True):
+            conv.forward = forward
+
+
+def _plain(t: Tensor) -> Tensor:
+    return t.as_subclass(Tensor)  # type: ignore[arg-type]
