@@ -27,7 +27,9 @@ def carry(
         return type(result)(carry(op, r, shard, sources, args, kwargs) for r in result)
     if not isinstance(result, Tensor):
         return result
-    name = op.__name__ if op.__name__ != "__get__" else op.__self__.__name__  # type: ignore[attr-defined]
+    name = getattr(op, "__name__", "")  # a scripted module's method has none; its results are tagged by their rows
+    if name == "__get__":
+        name = op.__self__.__name__  # type: ignore[attr-defined]
     in_place = name.endswith("_") and not name.endswith("__")
     if not in_place and any(result is a for a in args):
         return result

@@ -55,6 +55,10 @@ class Routing:
         """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F); alone, the owned rows are all."""
         return owned if self.comm.size == 1 else torch.cat([owned, self.exchange(owned)])
 
+    def folded(self, both: Tensor) -> Tensor:
+        """[owned | ghost] rows (n_owned + n_ghost, *F) -> owned rows (n_owned, *F), the ghosts' added by their owners."""
+        return both if self.comm.size == 1 else both[: self.n_owned] + self.reverse(both[self.n_owned :])
+
 
 class Edges(NamedTuple):
     """A rank's share of a graph: all edges of the nodes it owns, sorted by receiver, and the routing of its ghosts.

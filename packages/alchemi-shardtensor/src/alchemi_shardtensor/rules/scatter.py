@@ -40,7 +40,7 @@ def to_either_end(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor,
     _only_rows(shard, op, input, dim)
     _only_sums(op, *how, **rest)
     both = op(input.new_zeros(shard.n_owned + shard.n_ghost, *input.shape[1:]), dim, index, src, *how, **rest)
-    return input.add_(both[: shard.n_owned] + shard.routing.reverse(both[shard.n_owned :]))
+    return input.add_(shard.routing.folded(both))
 
 
 def _only_sums(op: Any, reduce: str = "sum", include_self: bool = True, **_: Any) -> None:

@@ -1,0 +1,143 @@
+"""Structures: a whole `Batch` on one process, and a `ShardedBatch` of which each rank holds its share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from ase import Atoms
+from torch import Tensor
+
+from alchemi_dist.registry import find_strategy
+from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_spec import InputError, NonFinitePosition
+
+FARTHEST = 1e8
+"""Å. Beyond it float64 coordinates are coarser than 1e-8 Å, and forces are noise."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B structures of N atoms together, on the CPU.
+
+    `positions` (N, 3) Å; `atomic_numbers` (N,); `batch` (N,) which structure each atom belongs to, ascending;
+    `cell` (B, 3, 3) Å, rows; `pbc` (B, 3).
+    """
+
+    positions: Tensor
+    atomic_numbers: Tensor
+    batch: Tensor
+    cell: Tensor
+    pbc: Tensor
+
+    def __post_init__(self) -> None:
+        """Refuse fields that do not fit together."""
+        n, systems = len(self.positions), len(self.cell)
+        shapes = {"positions": (n, 3), "atomic_numbers": (n,), "batch": (n,), "cell": (systems, 3, 3), "pbc": (systems, 3)}
+        for name, shape in shapes.items():
+            if getattr(self, name).shape != shape:
+                raise InputError(f"{name} has shape {tuple(getattr(self, name).shape)}, but {shape} is needed beside the others.")
+        if n and not (0 <= int(self.batch.min()) and int(self.batch.max()) < systems):
+            raise InputError(f"batch names structures beyond the {systems} cells that are given.")
+
+    @classmethod
+    def from_ase(cls, frames: Atoms | Sequence[Atoms], dtype: torch.dtype = torch.float64) -> "Batch":
+        """One ASE Atoms, or several as one batch. Positions are taken as they are, not wrapped."""
+        listed = [frames] if isinstance(frames, Atoms) else list(frames)
+        if not listed:
+            raise InputError("a batch has at least one structure.")
+        sizes = torch.tensor([len(a) for a in listed])
+        return cls(
+            torch.from_numpy(np.concatenate([a.positions for a in listed])).to(dtype),
+            torch.from_numpy(np.concatenate([a.numbers for a in listed]).astype(np.int64)),
+            torch.repeat_interleave(torch.arange(len(listed)), sizes),
+            torch.from_numpy(np.stack([a.cell.array for a in listed])).to(dtype),
+            torch.from_numpy(np.stack([a.pbc for a in listed])),
+        )
+
+    def to_ase(self) -> list[Atoms]:
+        """The structures as ASE Atoms."""
+        return [
+            Atoms(
+                self.atomic_numbers[self.batch == b].numpy(),
+                self.positions[self.batch == b].numpy(),
+                cell=self.cell[b].numpy(),
+                pbc=self.pbc[b].numpy(),
+            )
+            for b in range(len(self.cell))
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBatch:
+    """A batch shared out over ranks: this rank's atoms, and every structure's cell.
+
+    `positions` (n_owned, 3), `atomic_numbers` and `batch` (n_owned,) and `ids` (n_owned,), the rows of the whole batch
+    that they are; `cell` (B, 3, 3) and `pbc` (B, 3) of all structures; `n_atoms` of the whole batch.
+    """
+
+    config: DomainConfig
+    positions: Tensor
+    atomic_numbers: Tensor
+    batch: Tensor
+    ids: Tensor
+    cell: Tensor
+    pbc: Tensor
+    n_atoms: int
+
+    @classmethod
+    def share(cls, batch: Batch | None, config: DomainConfig | None = None) -> "ShardedBatch":
+        """Share out rank 0's `batch`; what other ranks pass is ignored and may be None. Every rank must call it.
+
+        Raises:
+            NonFinitePosition: on every rank, for a coordinate that is nan, infinite or beyond 1e8 Å.
+            InvalidCell: on every rank, for periodic vectors that do not span a cell.
+        """
+        config = config or DomainConfig()
+        comm = config.comm
+        owner = None
+        with comm.agreement():
+            if comm.rank == 0:
+                if batch is None:
+                    raise InputError("rank 0 shares the batch out: it must pass one, not None.")
+                check_positions(batch.positions, torch.arange(len(batch.positions)))
+                strategy = find_strategy(config.strategy)
+                owner = strategy.owners(batch.positions, batch.batch, batch.cell, batch.pbc, comm.size)
+        batch, owner = comm.broadcast_object((batch, owner))
+        ids = (owner == comm.rank).nonzero().flatten()
+        return cls(
+            config, batch.positions[ids], batch.atomic_numbers[ids], batch.batch[ids], ids, batch.cell, batch.pbc, len(owner)
+        )
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that hold the shares."""
+        return self.config.comm
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Values of this rank's atoms (n_owned, *F) -> of all atoms (n_atoms, *F), in the batch's order, on every rank."""
+        values, ids = self.comm.all_gather_rows(rows), self.comm.all_gather_rows(self.ids)
+        return torch.empty_like(values).index_copy_(0, ids.to(values.device), values)
+
+    def why_no_stress(self) -> list[str | None]:
+        """For each structure, why it has no stress, or None if it has one."""
+        volumes = torch.linalg.det(self.cell.double()).abs().tolist()
+        return [
+            "it is not periodic" if not periodic else "its cell has no volume" if volume < 1e-6 else None
+            for periodic, volume in zip(self.pbc.any(-1).tolist(), volumes, strict=True)
+        ]
+
+
+def check_positions(positions: Tensor, ids: Tensor) -> None:
+    """Refuse the first coordinate that is nan, infinite or too far out, by its atom's id.
+
+    Raises:
+        NonFinitePosition: naming the atom and its coordinates.
+    """
+    bad = ~(positions.abs() <= FARTHEST).all(-1)  # nan compares false
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        raise NonFinitePosition(
+            f"atom {int(ids[row])} is at {positions[row].tolist()} Å: a coordinate is nan, infinite, or beyond {FARTHEST:.0e} Å.\n"
+            f"The step that led here was too long, or the file is damaged."
+        )

@@ -1,0 +1,91 @@
+"""Models and strategies by name: entry points, ours and anybody's."""
+
+import importlib
+import inspect
+import pickle
+from importlib.metadata import entry_points
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from alchemi_shardtensor import Comm, Edges
+from alchemi_spec import InputError
+
+
+class Strategy(Protocol):
+    """A way to build the partition. Below it there is one exchange, one reverse, one sum."""
+
+    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, n_ranks: int) -> Tensor:
+        """The rank (N,) that owns each atom (N, 3)."""
+        ...
+
+    def connect(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm) -> Edges:
+        """All edges of this rank's atoms and the routing of their ghosts."""
+        ...
+
+
+def find_strategy(name: str) -> Strategy:
+    """A strategy by its name in the entry points `alchemi.strategies`.
+
+    Raises:
+        InputError: listing the names that there are.
+    """
+    return _entry("alchemi.strategies", name)()  # type: ignore[no-any-return]
+
+
+def load_model(name: str, comm: Comm | None = None, *, trust_pickle: bool = False) -> nn.Module:
+    """A model by `NAME`, `NAME:ARGUMENT` (entry points `alchemi.models`) or `module:factory`, the same on every rank.
+
+    Rank 0 loads it, so that a file is read or fetched once, and sends it to the others; what cannot be sent is loaded by
+    each. `trust_pickle` is passed on to loaders that ask for it.
+
+    Raises:
+        InputError: on every rank, where there is no such model; and what the loader raises.
+    """
+    comm = comm or Comm()
+    model = blob = None
+    with comm.agreement():
+        if comm.rank == 0:
+            model = _build(name, trust_pickle)
+            blob = _pickled(model) if comm.size > 1 else None
+    blob = comm.broadcast_object(blob)
+    with comm.agreement():
+        if comm.rank > 0:
+            model = _build(name, trust_pickle) if blob is None else pickle.loads(blob)
+    return model  # type: ignore[return-value]
+
+
+def known(group: str) -> list[str]:
+    """The names that the installed packages have registered in a group."""
+    return sorted(entry_points(group=group).names)
+
+
+def _entry(group: str, name: str) -> Any:
+    found = entry_points(group=group, name=name)
+    if not found:
+        raise InputError(f"nothing is called {name!r} among {group}: installed are {', '.join(known(group)) or 'none'}.")
+    return next(iter(found)).load()
+
+
+def _build(name: str, trust_pickle: bool) -> nn.Module:
+    first, _, argument = name.partition(":")
+    if first in known("alchemi.models"):
+        loader = _entry("alchemi.models", first)
+        options = {"trust_pickle": trust_pickle} if "trust_pickle" in inspect.signature(loader).parameters else {}
+        return loader(*([argument] if argument else []), **options)  # type: ignore[no-any-return]
+    if not argument:
+        raise InputError(
+            f"there is no model {name!r}: installed are {', '.join(known('alchemi.models'))}; your own is module:factory."
+        )
+    try:
+        factory = getattr(importlib.import_module(first), argument)
+    except (ImportError, AttributeError) as error:
+        raise InputError(f"{name!r} is neither an installed model nor module:factory: {error}.") from error
+    return factory()  # type: ignore[no-any-return]
+
+
+def _pickled(model: nn.Module) -> bytes | None:
+    try:
+        return pickle.dumps(model)
+    except Exception:
+        return None

@@ -1,0 +1,27 @@
+"""Forces and stress of an energy that is written as a function of positions and cells."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def differentiate(
+    energy: Callable[[Tensor, Tensor], Tensor], data: Mapping[str, Tensor], outputs: Sequence[str]
+) -> dict[str, Tensor]:
+    """Those of energy (B,), forces (N, 3) and stress (B, 3, 3) that `outputs` names, of `energy(positions, cell)`.
+
+    Stress is dE/dstrain / V by straining positions and cells together (Knuth et al., Comput. Phys. Commun. 190 (2015)
+    33), the symmetric part, tension positive. Where a cell has no volume its stress is not to be read.
+    """
+    positions, cell, batch = data["positions"].detach().requires_grad_(), data["cell"].to(data["positions"].dtype), data["batch"]
+    strain = torch.zeros_like(cell).requires_grad_()
+    symmetric = (strain + strain.mT) / 2
+    strained = positions + torch.einsum("ni,nij->nj", positions, symmetric[batch])
+    total = energy(strained, cell + cell @ symmetric)
+    results = {"energy": total.detach()}
+    if "forces" in outputs or "stress" in outputs:
+        gradient, virial = torch.autograd.grad(total.sum(), [positions, strain])
+        results["forces"] = -gradient
+        results["stress"] = virial / torch.linalg.det(cell).abs().clamp(min=1e-12)[:, None, None]
+    return {name: results[name] for name in outputs}
