@@ -11,11 +11,13 @@ from typing import Annotated, Any
 import ase.io
 import torch
 import typer
+from ase.units import GPa
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from alchemi_dist.evaluate import TOLERANCE, Frame, Job, evaluate, within_tolerance
+from alchemi_dist.registry import module_of
 from alchemi_shardtensor import Comm, RankPool, comm_from_environment
 from alchemi_spec import AlchemiError
 
@@ -59,13 +61,13 @@ def evaluate_command(
     kind = getattr(torch, dtype) if dtype is not None else None
     try:
         items = _on_ranks(ranks, device, (str(file), index, model, kind, check, trust_pickle))
-        job = next(items)
+        job = next(items, None)
+        if job is None:  # a rank of torchrun's other than 0
+            return
         frames = _write_and_show(items, job.n_frames, out, console)
     except (AlchemiError, ValueError, OSError) as error:
         console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
-    if frames is None:  # a torchrun rank other than 0
-        return
     report = _report(frames, model)
     console.print(_table(frames, model, device, job))
     if json_path is not None:
@@ -82,12 +84,12 @@ def _on_ranks(ranks: int | None, device: Device, arguments: tuple[Any, ...]) -> 
         comm = comm_from_environment(device.value)
         if ranks not in (None, comm.size):
             raise ValueError(f"--ranks {ranks} under torchrun with {comm.size} ranks: leave --ranks out.")
-        yield from (item if comm.rank == 0 else None for item in evaluate(comm, *arguments))
+        yield from (item for item in evaluate(comm, *arguments) if comm.rank == 0)
         torch.distributed.destroy_process_group()
     elif ranks in (None, 1):
         yield from evaluate(Comm(device=torch.device(device.value)), *arguments)
     else:
-        with RankPool(ranks, device.value) as pool:
+        with RankPool(ranks, device.value, preload=["alchemi_dist.evaluate", module_of(arguments[2])]) as pool:
             yield from pool.stream(evaluate, *arguments)
 
 
@@ -127,23 +129,21 @@ def _report(frames: list[Frame], model: str) -> dict[str, Any]:
 def _table(frames: list[Frame], model: str, device: Device, job: Job) -> Table:
     n_ranks = len(frames[0].ranks["owned"])
     title = f"{model}, {str(job.dtype).removeprefix('torch.')}, {n_ranks} rank{'s' * (n_ranks > 1)} on {device}"
-    table = Table(title=title, title_justify="left")
-    for name in ("structure", "atoms", "energy (eV)", "max force (eV/Å)", "stress xx yy zz yz xz xy (eV/Å³)"):
+    table = Table(title=title, title_justify="left", caption=_shares(frames[0]), caption_justify="left")
+    for name in ("structure", "atoms", "energy (eV)", "max force (eV/Å)", "pressure (GPa)", "s"):
         table.add_column(name, justify="left" if name == "structure" else "right")
-    table.add_column("owned + ghosts, edges per rank")
-    table.add_column("s", justify="right")
     for frame in frames:
-        share = zip(frame.ranks["owned"], frame.ranks["ghosts"], frame.ranks["edges"], strict=True)
-        table.add_row(
-            frame.atoms.get_chemical_formula("reduce") if len(frame.atoms) < 40 else frame.atoms.get_chemical_formula(),
-            str(len(frame.atoms)),
-            f"{frame.energy:.6f}",
-            f"{frame.max_force:.6f}",
-            " ".join(f"{s:.5f}" for s in frame.stress) if frame.stress else f"none: {frame.stress_reason}",
-            "\n".join(f"{owned} + {ghosts}, {edges}" for owned, ghosts, edges in share),
-            f"{frame.seconds:.2f}",
-        )
+        pressure = "none: " + str(frame.stress_reason) if frame.stress is None else f"{-sum(frame.stress[:3]) / 3 / GPa:.3f}"
+        numbers = f"{frame.energy:.6f}", f"{frame.max_force:.6f}", pressure, f"{frame.seconds:.2f}"
+        table.add_row(frame.atoms.get_chemical_formula("metal"), str(len(frame.atoms)), *numbers)
     return table
+
+
+def _shares(frame: Frame) -> str:
+    """Who had what of the first frame, the first ranks of many."""
+    share = list(zip(frame.ranks["owned"], frame.ranks["ghosts"], frame.ranks["edges"], strict=True))
+    lines = [f"rank {r}: {owned} atoms, {ghosts} ghosts, {edges} edges" for r, (owned, ghosts, edges) in enumerate(share[:8])]
+    return "\n".join(lines + ["..."] * (len(share) > 8))
 
 
 def _show_parity(parity: dict[str, float], dtype: torch.dtype, console: Console) -> bool:
@@ -152,3 +152,7 @@ def _show_parity(parity: dict[str, float], dtype: torch.dtype, console: Console)
     told = ", ".join(f"{name} {gap:.1e} (at most {TOLERANCE[dtype][name]:.0e})" for name, gap in parity.items())
     console.print(f"parity against one rank: {told}: {'[green]passed[/]' if passed else '[bold red]FAILED[/]'}", soft_wrap=True)
     return passed
+
+
+if __name__ == "__main__":
+    app()

@@ -55,6 +55,12 @@ def load_model(name: str, comm: Comm | None = None, *, trust_pickle: bool = Fals
     return model  # type: ignore[return-value]
 
 
+def module_of(name: str) -> str:
+    """The module that has to be imported to load this model, so that it can be imported before ranks are forked."""
+    first = name.partition(":")[0]
+    return next((entry.module for entry in entry_points(group="alchemi.models", name=first)), first)
+
+
 def known(group: str) -> list[str]:
     """The names that the installed packages have registered in a group."""
     return sorted(entry_points(group=group).names)

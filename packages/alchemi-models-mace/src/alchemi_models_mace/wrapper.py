@@ -56,7 +56,7 @@ class MACEWrapper(nn.Module):
             UntrustedPickle: for a file, unless `trust_pickle`.
             FileNotFoundError: where there is neither such a file nor such a name.
         """
-        known = {**foundations_models.mace_mp_urls, **foundations_models.mace_off_urls}
+        known = [*foundations_models.mace_mp_urls, *(f"off-{size}" for size in foundations_models.mace_off_urls)]
         if isinstance(name, str) and not Path(name).exists() and name in known:
             model = _download(name)
         else:
@@ -69,12 +69,7 @@ class MACEWrapper(nn.Module):
                 )
             model = torch.load(name, map_location="cpu", weights_only=False)
         model.requires_grad_(False).eval()
-        if cueq:
-            from mace.cli.convert_e3nn_cueq import run  # noqa: PLC0415  needs the extra `cueq`
-
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            model = run(model, device=device).requires_grad_(False).eval()
-        return cls(model, head)
+        return cls(_with_cueq(model) if cueq else model, head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -111,8 +106,23 @@ class MACEWrapper(nn.Module):
 
 
 def _download(name: str) -> nn.Module:
-    loader = foundations_models.mace_off if name in foundations_models.mace_off_urls else foundations_models.mace_mp
-    return loader(model=name, device="cpu", default_dtype="float32", return_raw_model=True)  # type: ignore[no-any-return]
+    """MACE's own loaders, which keep what they fetched; `off-...` are the organic force fields."""
+    off = name.startswith("off-")
+    loader = foundations_models.mace_off if off else foundations_models.mace_mp
+    options = {"device": "cpu", "default_dtype": "float32", "return_raw_model": True}
+    return loader(model=name.removeprefix("off-"), **options)  # type: ignore[no-any-return]
+
+
+def _with_cueq(model: nn.Module) -> nn.Module:
+    """MACE's own conversion, without the default dtype that it leaves behind."""
+    from mace.cli.convert_e3nn_cueq import run  # noqa: PLC0415  needs the extra `cueq`
+
+    before = torch.get_default_dtype()
+    try:
+        fast = run(model, device="cuda" if torch.cuda.is_available() else "cpu")
+    finally:
+        torch.set_default_dtype(before)
+    return fast.requires_grad_(False).eval()  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -61,12 +61,17 @@ class RankPool:
                 yield value
 
     def close(self) -> None:
-        """Stop the ranks."""
-        for process, connection in self._workers:
+        """Let the ranks end."""
+        self._stop(wait_s=5.0)
+
+    def _stop(self, wait_s: float) -> None:
+        for _, connection in self._workers:
             connection.close()
-            process.kill()
         for process, _ in self._workers:
-            process.join()
+            process.join(wait_s)
+            if process.is_alive():
+                process.kill()
+                process.join()
         self._workers = []
         if self._folder is not None:
             self._folder.cleanup()
@@ -97,39 +102,35 @@ class RankPool:
             raise ValueError(f"this pool has {self.size} ranks, not {ranks}")
         if not self._workers:
             self._start()
-        finished = False
         job = cloudpickle.dumps((ranks, function, args, kwargs))
+        waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         try:
-            for _, connection in self._workers:
+            for connection in list(waiting):
                 connection.send_bytes(job)
-            yield from self._answers(ranks, timeout)
-            finished = True
+            yield from self._answers(waiting, ranks, timeout)
         finally:
-            if not finished:
-                self.close()
+            if waiting or any(not process.is_alive() for process, _ in self._workers):
+                self._stop(wait_s=0.0)
 
-    def _answers(self, ranks: int, timeout: float | None) -> Iterator[tuple[str, int, Any]]:
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
+    def _answers(self, waiting: dict[Any, int], ranks: int, timeout: float | None) -> Iterator[tuple[str, int, Any]]:
+        """Answers as they come, each rank taken out of `waiting` with its last one."""
         deadline = None if timeout is None else time.monotonic() + timeout
         first: Exception | None = None
         while waiting:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready = wait(list(waiting), left)
+            ready: list[Any] = wait(list(waiting), None if deadline is None else max(0.0, deadline - time.monotonic()))
             if not ready:
                 break
             for connection in ready:
-                rank = waiting[connection]  # type: ignore[index]
-                kind, value = self._receive(connection, rank, ranks)  # type: ignore[arg-type]
+                rank = waiting[connection]
+                kind, value = self._receive(connection, rank, ranks)
                 if kind != "item":
-                    del waiting[connection]  # type: ignore[arg-type]
+                    del waiting[connection]
                 if kind == "error":
                     first = first or value
                     deadline = time.monotonic() + GRACE_S
                 elif first is None and rank < ranks:
                     yield kind, rank, value
         if first is not None:
-            if waiting:
-                self.close()
             raise first
         if waiting:
             silent = ", ".join(str(rank) for rank in sorted(waiting.values()))
@@ -178,6 +179,7 @@ def _serve(rank: int, size: int, kind: str, store: str, connection: Connection) 
         try:
             job = connection.recv_bytes()
         except (EOFError, OSError):
+            dist.destroy_process_group()
             return
         try:
             ranks, function, args, kwargs = pickle.loads(job)

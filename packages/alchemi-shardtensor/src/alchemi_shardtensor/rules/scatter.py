@@ -23,10 +23,14 @@ _FORMS = {
 
 
 def per_system(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
-    """Per-atom values (N, *F) -> added to per-system sums (B, *F), the same on every rank."""
+    """Per-atom values (N, *F) -> added to per-system sums (B, *F), the same on every rank.
+
+    Added up in float64: a float32 sum over many atoms would depend on how they are shared out.
+    """
     _only_sums(op, *how, **rest)
-    partial = op(torch.zeros_like(input), dim, index, src, *how, **rest)
-    return input.add_(sum_over_ranks(partial, shard.comm))
+    wide = torch.promote_types(input.dtype, torch.float64) if input.is_floating_point() else input.dtype
+    partial = op(torch.zeros_like(input, dtype=wide), dim, index, src.to(wide), *how, **rest)
+    return input.add_(sum_over_ranks(partial, shard.comm).to(input.dtype))
 
 
 def to_receivers(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:

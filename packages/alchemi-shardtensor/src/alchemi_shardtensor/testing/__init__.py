@@ -36,7 +36,8 @@ def ranks(*sizes: int, timeout: float = 120.0) -> Callable[[Callable[..., None]]
 
         @functools.wraps(test)
         def run(n_ranks: int, rank_pool: Any, **kwargs: Any) -> None:
-            rank_pool(n_ranks).run(_with_warnings_as_errors, test, ranks=n_ranks, timeout=timeout, **kwargs)
+            filters = list(warnings.filters)
+            rank_pool(n_ranks).run(_with_filters, test, filters, ranks=n_ranks, timeout=timeout, **kwargs)
 
         run.__signature__ = inspect.Signature([*extra, *named])  # type: ignore[attr-defined]
         del run.__wrapped__  # type: ignore[attr-defined]
@@ -45,8 +46,11 @@ def ranks(*sizes: int, timeout: float = 120.0) -> Callable[[Callable[..., None]]
     return decorate
 
 
-def _with_warnings_as_errors(comm: Comm, test: Callable[..., None], **kwargs: Any) -> None:
-    with warnings.catch_warnings(action="error"):
+def _with_filters(comm: Comm, test: Callable[..., None], filters: list[Any], **kwargs: Any) -> None:
+    """Warnings are treated on every rank as pytest was told to treat them."""
+    with warnings.catch_warnings():
+        warnings.filters[:] = filters  # type: ignore[index]
+        warnings.simplefilter("default", append=True)
         test(comm=comm, **kwargs)
 
 

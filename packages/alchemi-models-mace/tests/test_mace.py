@@ -1,0 +1,111 @@
+import copy
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ase.neighborlist import neighbor_list
+from mace.calculators import MACECalculator, foundations_models
+from small_mace import silica, small_mace
+
+from alchemi_models_mace import MACEWrapper
+from alchemi_spec import Model, UntrustedPickle
+
+PICKLE = Path(__file__).parent / "data" / "small-e3nn-0.4.4.model"
+VARIANTS = {
+    "residual": {},
+    "agnostic": {"interaction": "RealAgnosticInteractionBlock"},
+    "density": {"interaction": "RealAgnosticDensityInteractionBlock"},
+    "foundation": {"interaction": "RealAgnosticDensityResidualInteractionBlock", "pair_repulsion": True, "distance_transform": "Agnesi"},
+}
+
+
+def contract_data(atoms, cutoff, dtype=torch.float64):
+    """The fields of the data contract, from ASE's own neighbour list."""
+    receiver, sender, shifts = neighbor_list("ijS", atoms, cutoff)
+    return {
+        "positions": torch.tensor(atoms.positions, dtype=dtype),
+        "atomic_numbers": torch.tensor(atoms.numbers),
+        "batch": torch.zeros(len(atoms), dtype=torch.long),
+        "cell": torch.tensor(atoms.cell.array, dtype=dtype)[None],
+        "pbc": torch.tensor(atoms.pbc)[None],
+        "edge_index": torch.tensor(np.stack([sender, receiver])),
+        "edge_shifts": torch.tensor(shifts, dtype=dtype),
+        "nodes": torch.arange(len(atoms)),
+    }
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_equals_maces_own_calculator(variant):
+    model, atoms = small_mace(**VARIANTS[variant]), silica()
+    atoms.calc = MACECalculator(models=[copy.deepcopy(model)], device="cpu", default_dtype="float64")
+    wrapper = MACEWrapper(model)
+    results = wrapper(contract_data(atoms, wrapper.cutoff))
+    assert results["energy"].item() == pytest.approx(atoms.get_potential_energy(), rel=1e-12)
+    np.testing.assert_allclose(results["forces"], atoms.get_forces(), atol=1e-12)
+    np.testing.assert_allclose(results["stress"][0], atoms.get_stress(voigt=False), atol=1e-12)
+
+
+def test_a_pickle_of_e3nn_0_4_4_gives_the_numbers_it_gave_there():
+    wrapper, told = MACEWrapper.from_checkpoint(PICKLE, trust_pickle=True), json.loads(PICKLE.with_suffix(".json").read_text())
+    results = wrapper(contract_data(silica(), wrapper.cutoff))
+    assert results["energy"].item() == pytest.approx(told["energy"], rel=1e-12)
+    np.testing.assert_allclose(results["forces"], told["forces"], atol=1e-12)
+    np.testing.assert_allclose(results["stress"][0], told["stress"], atol=1e-12)
+    assert not any(p.requires_grad for p in wrapper.parameters())
+
+
+def test_case_16_a_pickle_must_be_trusted_and_the_text_says_how():
+    with pytest.raises(UntrustedPickle, match=r"runs whatever code.*\n.*trust_pickle=True.*--trust-pickle"):
+        MACEWrapper.from_checkpoint(PICKLE)
+
+
+def test_neither_file_nor_name_lists_the_names():
+    with pytest.raises(FileNotFoundError, match="no file nowhere.model.*medium-mpa-0.*off-small"):
+        MACEWrapper.from_checkpoint("nowhere.model", trust_pickle=True)
+
+
+@pytest.mark.parametrize(("name", "loader", "asked"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")])
+def test_a_named_model_comes_from_maces_own_loader(monkeypatch, name, loader, asked):
+    """The download is MACE's; here it is answered by a small model of the same class."""
+    calls = []
+
+    def answer(model, **options):
+        calls.append((model, options["return_raw_model"]))
+        return small_mace().float()
+
+    monkeypatch.setattr(foundations_models, loader, answer)
+    wrapper = MACEWrapper.from_checkpoint(name)
+    assert calls == [(asked, True)] and wrapper.dtype is torch.float32
+
+
+def test_the_models_dtype_is_the_arithmetics():
+    wrapper = MACEWrapper(small_mace())
+    double = wrapper(contract_data(silica(), wrapper.cutoff))
+    single = wrapper.float()(contract_data(silica(), wrapper.cutoff))
+    assert {v.dtype for v in single.values()} == {torch.float32} and {v.dtype for v in double.values()} == {torch.float64}
+    assert (single["forces"] - double["forces"]).abs().max() < 1e-4
+    back = wrapper.double()(contract_data(silica(), wrapper.cutoff))
+    assert (back["forces"] - double["forces"]).abs().max() < 1e-4
+
+
+def test_only_what_is_asked_is_computed():
+    wrapper = MACEWrapper(small_mace())
+    data = contract_data(silica(), wrapper.cutoff)
+    full = wrapper(data)
+    assert wrapper(data, ("energy",)).keys() == {"energy"}
+    np.testing.assert_allclose(wrapper(data, ("forces",))["forces"], full["forces"], atol=1e-13)
+    assert data["positions"].requires_grad is False
+
+
+def test_heads_elements_and_cutoff_are_the_models():
+    model = small_mace(heads=["dft", "mp2"], atomic_energies=np.array([[-1.0, -2.0], [-3.0, -4.0]]), atomic_inter_scale=[1.0, 1.3], atomic_inter_shift=[0.0, 0.1])
+    data = contract_data(silica(), 4.5)
+    energies = [MACEWrapper(model, head)(data)["energy"].item() for head in ("dft", "mp2", None)]
+    assert energies[0] != energies[1] == energies[2]
+    with pytest.raises(ValueError, match="no head 'ccsd': choose one of dft, mp2"):
+        MACEWrapper(model, "ccsd")
+    wrapper = MACEWrapper(model)
+    assert wrapper.elements == {8, 14} and wrapper.cutoff == 4.5 and isinstance(wrapper, Model)
+
