@@ -1,6 +1,6 @@
 """Pickle a small MACE, with its calculator's own numbers: run where mace-torch brings e3nn 0.4.4, its own pin.
 
-    uv run --no-project --with mace-torch==0.3.16 --with "torch<2.14" python make_pickle.py
+uv run --no-project --with mace-torch==0.3.16 --with "torch<2.14" python make_pickle.py
 """
 
 import json

@@ -2,10 +2,9 @@
 
 import numpy as np
 import torch
-from mace import modules  # before e3nn: it allows what torch's safe loading of e3nn 0.4's constants refuses
 from ase.build import bulk
-
 from e3nn import o3
+from mace import modules  # before e3nn: it allows what torch's safe loading of e3nn 0.4's constants refuses
 
 
 def small_mace(channels=4, interaction="RealAgnosticResidualInteractionBlock", **changes):

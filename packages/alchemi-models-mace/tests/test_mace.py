@@ -5,19 +5,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from alchemi_models_mace import MACEWrapper
+from alchemi_spec import Model, UntrustedPickle
 from ase.neighborlist import neighbor_list
 from mace.calculators import MACECalculator, foundations_models
 from small_mace import silica, small_mace
-
-from alchemi_models_mace import MACEWrapper
-from alchemi_spec import Model, UntrustedPickle
 
 PICKLE = Path(__file__).parent / "data" / "small-e3nn-0.4.4.model"
 VARIANTS = {
     "residual": {},
     "agnostic": {"interaction": "RealAgnosticInteractionBlock"},
     "density": {"interaction": "RealAgnosticDensityInteractionBlock"},
-    "foundation": {"interaction": "RealAgnosticDensityResidualInteractionBlock", "pair_repulsion": True, "distance_transform": "Agnesi"},
+    "foundation": {
+        "interaction": "RealAgnosticDensityResidualInteractionBlock",
+        "pair_repulsion": True,
+        "distance_transform": "Agnesi",
+    },
 }
 
 
@@ -66,7 +69,9 @@ def test_neither_file_nor_name_lists_the_names():
         MACEWrapper.from_checkpoint("nowhere.model", trust_pickle=True)
 
 
-@pytest.mark.parametrize(("name", "loader", "asked"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")])
+@pytest.mark.parametrize(
+    ("name", "loader", "asked"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")]
+)
 def test_a_named_model_comes_from_maces_own_loader(monkeypatch, name, loader, asked):
     """The download is MACE's; here it is answered by a small model of the same class."""
     calls = []
@@ -100,7 +105,12 @@ def test_only_what_is_asked_is_computed():
 
 
 def test_heads_elements_and_cutoff_are_the_models():
-    model = small_mace(heads=["dft", "mp2"], atomic_energies=np.array([[-1.0, -2.0], [-3.0, -4.0]]), atomic_inter_scale=[1.0, 1.3], atomic_inter_shift=[0.0, 0.1])
+    model = small_mace(
+        heads=["dft", "mp2"],
+        atomic_energies=np.array([[-1.0, -2.0], [-3.0, -4.0]]),
+        atomic_inter_scale=[1.0, 1.3],
+        atomic_inter_shift=[0.0, 0.1],
+    )
     data = contract_data(silica(), 4.5)
     energies = [MACEWrapper(model, head)(data)["energy"].item() for head in ("dft", "mp2", None)]
     assert energies[0] != energies[1] == energies[2]
@@ -108,4 +118,3 @@ def test_heads_elements_and_cutoff_are_the_models():
         MACEWrapper(model, "ccsd")
     wrapper = MACEWrapper(model)
     assert wrapper.elements == {8, 14} and wrapper.cutoff == 4.5 and isinstance(wrapper, Model)
-

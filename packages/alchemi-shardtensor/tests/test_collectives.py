@@ -1,9 +1,8 @@
 import pytest
 import torch
-from graphs import RandomGraph
-
 from alchemi_shardtensor import Comm, Routing, sum_over_ranks
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, count_traffic, ranks
+from graphs import RandomGraph
 
 UNEVEN = [0] * 20 + [1, 1, 2]
 """Rank 0 owns nearly all; rank 3 of four owns nothing."""
@@ -61,11 +60,15 @@ def test_rows_and_objects_are_gathered_in_the_order_of_ranks(comm):
     assert comm.broadcast_object(f"from {comm.rank}", source=last) == f"from {last}"
 
 
+def fail(here):
+    if here:
+        raise ValueError("atom 7")
+
+
 @ranks(1, 3)
 def test_an_error_of_one_rank_is_raised_on_all_with_one_text(comm):
     with pytest.raises(ValueError, match="^atom 7"), comm.agreement():
-        if comm.rank == comm.size - 1:
-            raise ValueError("atom 7")
+        fail(comm.rank == comm.size - 1)
     with comm.agreement():
         pass
 

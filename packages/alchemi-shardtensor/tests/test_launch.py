@@ -3,7 +3,6 @@ import time
 
 import pytest
 import torch
-
 from alchemi_shardtensor import RankPool, comm_from_environment
 from alchemi_spec import RankFailure
 

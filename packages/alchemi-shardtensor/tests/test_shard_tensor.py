@@ -2,9 +2,6 @@ import pickle
 
 import pytest
 import torch
-from graphs import RandomGraph
-from torch import Tensor
-
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
@@ -23,6 +20,8 @@ from alchemi_shardtensor import (
 )
 from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
 from alchemi_spec import MissingHandler
+from graphs import RandomGraph
+from torch import Tensor
 
 F64 = torch.float64
 OTHER_GATHERS = {
@@ -222,7 +221,9 @@ def test_rows_that_stayed_are_still_atoms(kept):
         lambda x: x.softmax(0),
         lambda x: torch.rand(6, 6, dtype=F64) @ x,
         lambda x: x[:, ONE.local_edge_index[0]],
-        lambda x: torch.zeros(6, 6, dtype=F64).scatter_reduce_(0, ONE.local_edge_index[0][:, None].expand(-1, 6), x[:4], "amax"),
+        lambda x: torch.zeros(6, 6, dtype=F64).scatter_reduce_(
+            0, ONE.local_edge_index[0][:, None].expand(-1, 6), x[:4], "amax"
+        ),
         lambda x: x.sum().backward(),
     ],
 )
@@ -289,3 +290,10 @@ def test_an_untagged_input_of_uneven_shape_is_an_error_on_every_rank(comm):
     energy = torch.zeros(2, 3, dtype=F64).index_add(0, graph.local_batch, x)
     with pytest.raises(MissingHandler, match="differ between ranks"):
         torch.autograd.grad(energy.sum(), x)
+
+
+@pytest.mark.parametrize("form", [lambda x: x.view(x.shape[0], -1), lambda x: x.reshape((len(x), -1, 2))])
+def test_a_rank_without_rows_takes_the_shape_that_others_take(form):
+    empty = tag(torch.empty(0, 3, 4), ONE.shard, OWNED)
+    assert form(empty).shape[1:] == form(torch.empty(5, 3, 4)).shape[1:]
+    assert form(empty).rows is OWNED

@@ -3,9 +3,8 @@ import pickle
 import subprocess
 import sys
 
-import pytest
-
 import alchemi_spec
+import pytest
 from alchemi_spec import (
     FIELDS,
     SPEC_LJ_HALO,

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_spec import InputError, NonFinitePosition
 from ase import Atoms
 from torch import Tensor
 
 from alchemi_dist.registry import find_strategy
-from alchemi_shardtensor import Comm, DomainConfig
-from alchemi_spec import InputError, NonFinitePosition
 
 FARTHEST = 1e8
 """Å. Beyond it float64 coordinates are coarser than 1e-8 Å, and forces are noise."""
@@ -36,8 +36,10 @@ class Batch:
         shapes = {"positions": (n, 3), "atomic_numbers": (n,), "batch": (n,), "cell": (systems, 3, 3), "pbc": (systems, 3)}
         for name, shape in shapes.items():
             if getattr(self, name).shape != shape:
-                raise InputError(f"{name} has shape {tuple(getattr(self, name).shape)}, but {shape} is needed beside the others.")
-        if n and not (0 <= int(self.batch.min()) and int(self.batch.max()) < systems):
+                raise InputError(
+                    f"{name} has shape {tuple(getattr(self, name).shape)}, but {shape} is needed beside the others."
+                )
+        if n and not (int(self.batch.min()) >= 0 and int(self.batch.max()) < systems):
             raise InputError(f"batch names structures beyond the {systems} cells that are given.")
 
     @classmethod
@@ -92,6 +94,7 @@ class ShardedBatch:
         Raises:
             NonFinitePosition: on every rank, for a coordinate that is nan, infinite or beyond 1e8 Å.
             InvalidCell: on every rank, for periodic vectors that do not span a cell.
+
         """
         config = config or DomainConfig()
         comm = config.comm
@@ -133,11 +136,12 @@ def check_positions(positions: Tensor, ids: Tensor) -> None:
 
     Raises:
         NonFinitePosition: naming the atom and its coordinates.
+
     """
     bad = ~(positions.abs() <= FARTHEST).all(-1)  # nan compares false
     if bad.any():
         row = int(bad.nonzero()[0])
         raise NonFinitePosition(
-            f"atom {int(ids[row])} is at {positions[row].tolist()} Å: a coordinate is nan, infinite, or beyond {FARTHEST:.0e} Å.\n"
+            f"atom {int(ids[row])} is at {positions[row].tolist()} Å: nan, infinite, or beyond {FARTHEST:.0e} Å.\n"
             f"The step that led here was too long, or the file is damaged."
         )

@@ -7,6 +7,8 @@ from typing import Any
 
 import ase.io
 import torch
+from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_spec import InputError
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.stress import full_3x3_to_voigt_6_stress
@@ -15,8 +17,6 @@ from torch import Tensor, nn
 from alchemi_dist.batch import Batch, ShardedBatch
 from alchemi_dist.model import DistributedModel
 from alchemi_dist.registry import load_model
-from alchemi_shardtensor import Comm, DomainConfig
-from alchemi_spec import InputError
 
 TOLERANCE = {
     torch.float64: {"energy": 1e-10, "forces": 1e-9, "stress": 1e-9},
@@ -91,7 +91,7 @@ def _evaluate_one(model: DistributedModel, atoms: Atoms | None, check: bool) -> 
     ranks = {"owned": list(owned), "ghosts": list(ghosts), "edges": list(edges)}
     parity = _parity(model.model, atoms, results) if check and atoms is not None else None
     shown = Atoms() if atoms is None else atoms.copy()
-    values = {"energy": results["energy"].item(), "forces": results["forces"].double().cpu().numpy()}
+    values: dict[str, Any] = {"energy": results["energy"].item(), "forces": results["forces"].double().cpu().numpy()}
     if "stress" in results:
         values["stress"] = full_3x3_to_voigt_6_stress(results["stress"][0].double().cpu().numpy())
     shown.calc = SinglePointCalculator(shown, **values)

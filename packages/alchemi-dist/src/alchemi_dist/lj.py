@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import torch
+from alchemi_spec import SPEC_LJ_HALO
 from torch import Tensor, nn
 
 from alchemi_dist.strain import differentiate
-from alchemi_spec import SPEC_LJ_HALO
 
 
 class LennardJones(nn.Module):
@@ -15,6 +15,8 @@ class LennardJones(nn.Module):
     Defaults are argon's: σ = 3.4 Å, ε/k = 120 K (Rahman, Phys. Rev. 136 (1964) A405). All elements are alike.
     """
 
+    sigma: Tensor
+    epsilon: Tensor
     distribution_spec = SPEC_LJ_HALO
     elements = None
 
@@ -28,7 +30,7 @@ class LennardJones(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The floating-point type of the arithmetic."""
-        return self.epsilon.dtype  # type: ignore[return-value]
+        return self.epsilon.dtype
 
     def forward(self, data: Mapping[str, Tensor], outputs: Sequence[str] = ("energy", "forces", "stress")) -> dict[str, Tensor]:
         """Energy (B,) in eV, forces (N, 3) in eV/Å, stress (B, 3, 3) in eV/Å^3, those of `outputs`."""

@@ -1,13 +1,9 @@
 """DistributedModel: a model that sees one process's atoms, run on all ranks' atoms."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-
-from alchemi_dist.batch import ShardedBatch, check_positions
-from alchemi_dist.registry import find_strategy
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
@@ -21,7 +17,11 @@ from alchemi_shardtensor import (
     plain,
     tag,
 )
-from alchemi_spec import DistributionSpec, SpecError, check_elements
+from alchemi_spec import DistributionSpec, Model, SpecError, check_elements
+from torch import Tensor, nn
+
+from alchemi_dist.batch import ShardedBatch, check_positions
+from alchemi_dist.registry import find_strategy
 
 
 class DistributedModel(nn.Module):
@@ -34,8 +34,13 @@ class DistributedModel(nn.Module):
         """Prepare `model` for the ranks of `config`, default a world of one."""
         super().__init__()
         self.config = config or DomainConfig()
-        self.spec = spec or model.distribution_spec
+        self.spec = spec or cast(Model, model).distribution_spec
         self.model = model.to(self.config.comm.device)
+
+    @property
+    def contract(self) -> Model:
+        """The model, by what alchemi-spec says that it has."""
+        return cast(Model, self.model)
 
     def forward(self, batch: ShardedBatch, outputs: Sequence[str] = ("energy", "forces", "stress")) -> dict[str, Tensor]:
         """Energy (B,) in eV on every rank, forces (n_owned, 3) in eV/Å of this rank's atoms, stress (B, 3, 3) in eV/Å^3.
@@ -45,6 +50,7 @@ class DistributedModel(nn.Module):
 
         Raises:
             UnsupportedElement, NonFinitePosition, InvalidCell, SpecError: on every rank, before anything is computed.
+
         """
         return self.compute(self.prepare(batch), batch, outputs)
 
@@ -55,9 +61,9 @@ class DistributedModel(nn.Module):
             raise SpecError("the batch was shared out over other ranks than this model's: use one DomainConfig for both.")
         with comm.agreement():
             check_positions(batch.positions, batch.ids)
-            check_elements(batch.atomic_numbers.tolist(), self.model.elements, batch.ids.tolist())
+            check_elements(batch.atomic_numbers.tolist(), self.contract.elements, batch.ids.tolist())
         routing, edge_index, shifts = find_strategy(self.config.strategy).connect(
-            batch.positions, batch.batch, batch.cell, batch.pbc, self.model.cutoff * self.spec.policy.depth, comm
+            batch.positions, batch.batch, batch.cell, batch.pbc, self.contract.cutoff * self.spec.policy.depth, comm
         )
         shard = Shard(self.spec, routing.to(comm.device), len(batch.cell), OWNED_LAYOUT)
 
@@ -79,7 +85,9 @@ class DistributedModel(nn.Module):
         """The model's outputs for prepared data; call it again after changing `data["positions"]` in place."""
         unknown = [name for name in outputs if name not in self.spec.output_kinds]
         if unknown:
-            raise SpecError(f"the model's specification has no {', '.join(unknown)}: it has {', '.join(self.spec.output_kinds)}.")
+            raise SpecError(
+                f"the model's specification has no {', '.join(unknown)}: it has {', '.join(self.spec.output_kinds)}."
+            )
         missing = torch.tensor([why is not None for why in batch.why_no_stress()])
         asked = [name for name in outputs if name != "stress" or not missing.all()]
         results = {name: plain(value) for name, value in self.model(data, asked).items()}

@@ -6,10 +6,9 @@ import pickle
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-
 from alchemi_shardtensor import Comm, Edges
 from alchemi_spec import InputError
+from torch import Tensor, nn
 
 
 class Strategy(Protocol):
@@ -29,6 +28,7 @@ def find_strategy(name: str) -> Strategy:
 
     Raises:
         InputError: listing the names that there are.
+
     """
     return _entry("alchemi.strategies", name)()  # type: ignore[no-any-return]
 
@@ -41,6 +41,7 @@ def load_model(name: str, comm: Comm | None = None, *, trust_pickle: bool = Fals
 
     Raises:
         InputError: on every rank, where there is no such model; and what the loader raises.
+
     """
     comm = comm or Comm()
     model = blob = None

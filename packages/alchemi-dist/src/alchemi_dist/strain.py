@@ -14,7 +14,11 @@ def differentiate(
     Stress is dE/dstrain / V by straining positions and cells together (Knuth et al., Comput. Phys. Commun. 190 (2015)
     33), the symmetric part, tension positive. Where a cell has no volume its stress is not to be read.
     """
-    positions, cell, batch = data["positions"].detach().requires_grad_(), data["cell"].to(data["positions"].dtype), data["batch"]
+    positions, cell, batch = (
+        data["positions"].detach().requires_grad_(),
+        data["cell"].to(data["positions"].dtype),
+        data["batch"],
+    )
     strain = torch.zeros_like(cell).requires_grad_()
     symmetric = (strain + strain.mT) / 2
     strained = positions + torch.einsum("ni,nij->nj", positions, symmetric[batch])

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-
 from alchemi_spec import InvalidCell
+from torch import Tensor
 
 THINNEST = 1e-2
 """Å. A periodic direction thinner than this is a mistake, and would need millions of images."""
@@ -30,11 +29,14 @@ class Frames:
 
         Raises:
             InvalidCell: naming the system whose periodic vectors are not finite, zero, or dependent.
+
         """
         lattice = torch.where(pbc[..., None], cell.double(), 0.0)
         finite = lattice.isfinite().all(-1).all(-1)
         if not finite.all():
-            raise InvalidCell(f"the cell of system {int(finite.logical_not().nonzero()[0])} has entries that are nan or infinite.")
+            raise InvalidCell(
+                f"the cell of system {int(finite.logical_not().nonzero()[0])} has entries that are nan or infinite."
+            )
         # right singular vectors beyond the rank are orthogonal to all lattice vectors and to each other
         complement = torch.linalg.svd(lattice).Vh
         place = torch.where(pbc, 0, pbc.sum(-1, keepdim=True) + (~pbc).cumsum(-1) - 1)

@@ -1,13 +1,13 @@
 """Halo: partition by space. Owners by recursive bisection, ghosts by distance to the reader's region."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
+from alchemi_shardtensor import Comm, Edges, Routing
 from torch import Tensor
 from vesin import NeighborList
 
 from alchemi_halo.frames import Frames
-from alchemi_shardtensor import Comm, Edges, Routing
 
 SLACK = 1e-6
 """Å added to the reach of an offer, against round-off; what no edge reads is not kept."""
@@ -95,4 +95,4 @@ def _counts(mask: Tensor, splits: list[int]) -> tuple[int, ...]:
     """How many of each part of `mask` are set."""
     total = [0, *mask.long().cumsum(0).tolist()]
     ends = [0, *accumulate(splits)]
-    return tuple(total[b] - total[a] for a, b in zip(ends, ends[1:], strict=False))
+    return tuple(total[b] - total[a] for a, b in pairwise(ends))

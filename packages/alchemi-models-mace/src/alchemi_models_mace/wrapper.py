@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 from mace.calculators import foundations_models  # before e3nn is used: it allows what torch's safe loading refuses
 from torch import Tensor, nn
-
-from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 
@@ -29,6 +28,7 @@ class MACEWrapper(nn.Module):
 
         Raises:
             ValueError: where the model has no such head.
+
         """
         super().__init__()
         heads = list(getattr(model, "heads", None) or ["Default"])
@@ -55,6 +55,7 @@ class MACEWrapper(nn.Module):
         Raises:
             UntrustedPickle: for a file, unless `trust_pickle`.
             FileNotFoundError: where there is neither such a file nor such a name.
+
         """
         known = [*foundations_models.mace_mp_urls, *(f"off-{size}" for size in foundations_models.mace_off_urls)]
         if isinstance(name, str) and not Path(name).exists() and name in known:
@@ -78,7 +79,7 @@ class MACEWrapper(nn.Module):
 
     def forward(self, data: Mapping[str, Tensor], outputs: Sequence[str] = ALL_OUTPUTS) -> dict[str, Tensor]:
         """Energy (B,) in eV, forces (N, 3) in eV/Å, stress (B, 3, 3) in eV/Å^3, those of `outputs`."""
-        sender, receiver = data["edge_index"]
+        receiver = data["edge_index"][1]
         batch, dtype = data["batch"], self.dtype
         cell = data["cell"].to(dtype)
         shifts = -data["edge_shifts"].to(dtype)  # MACE's vectors run from sender to receiver
@@ -149,4 +150,4 @@ def _reaching_fused_kernels(model: nn.Module, nodes: Tensor) -> Iterator[None]:
 
 
 def _plain(t: Tensor) -> Tensor:
-    return t.as_subclass(Tensor)  # type: ignore[arg-type]
+    return t.as_subclass(Tensor)

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import sevenn._keys as KEY
 import torch
+from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 from sevenn import util
 from sevenn.nn.node_embedding import OnehotEmbedding
 from torch import Tensor, nn
-
-from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 VOIGT = torch.tensor([[0, 3, 5], [3, 1, 4], [5, 4, 2]])
@@ -27,6 +26,7 @@ class SevenNetWrapper(nn.Module):
         Raises:
             UntrustedPickle: for a file of one's own, unless `trust_pickle`.
             ValueError: where there is neither such a file nor such a name, or the fidelity is missing or unknown.
+
         """
         super().__init__()
         if Path(name).exists() and not trust_pickle:

@@ -49,13 +49,11 @@ def _end(name: str, found: list[ShardTensor]) -> Ends:
     return end
 
 
-def _rows(
-    name: str, result: Tensor, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Rows | None:
+def _rows(name: str, result: Tensor, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
     shares = [s for s in sources if s.rows in SHARE and s.ndim]
     if not shares:
         return SYSTEM if any(s.rows is SYSTEM for s in sources) else None
-    if not result.ndim or name in _MOVES and _MOVES[name](*args, **kwargs):
+    if not result.ndim or (name in _MOVES and _MOVES[name](*args, **kwargs)):
         return None
     width = 0 if name in _ONE_ROW_PER_INDEX else min(result.ndim, max(t.ndim for t in _tensors((*args, *kwargs.values()))))
     return next((s.rows for s in shares if s.ndim >= width and s.shape[0] == result.shape[0]), None)
@@ -80,7 +78,7 @@ def _prepends(x: Tensor, *sizes: Any, **_: Any) -> bool:
 
 def _permutes(x: Tensor, *dims: Any, **named: Any) -> bool:
     order = named.get("dims", dims[0] if dims and isinstance(dims[0], (tuple, list)) else dims)
-    return order[0] % x.ndim != 0
+    return bool(order[0] % x.ndim)
 
 
 def _einsum_moves(equation: str, *operands: Any) -> bool:
@@ -110,7 +108,7 @@ _MOVES: dict[str, Callable[..., bool]] = {
     "repeat": _prepends,
     "tile": _prepends,
     "einsum": _einsum_moves,
-    "__getitem__": lambda x, i: i is None or isinstance(i, tuple) and bool(i) and i[0] is None,
+    "__getitem__": lambda x, i: i is None or (isinstance(i, tuple) and bool(i) and i[0] is None),
     "t": lambda x: True,
     "T": lambda x: True,
     "H": lambda x: True,

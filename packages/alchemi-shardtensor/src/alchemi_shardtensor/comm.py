@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from alchemi_spec import AlchemiError, RankFailure
+from torch import Tensor
 
 
 @dataclass
@@ -29,7 +28,7 @@ class Comm:
     """A process group, this rank's place in it and the device it computes on. `Comm()` is a world of one."""
 
     group: dist.ProcessGroup | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default=torch.device("cpu"))
     rank: int = field(init=False, default=0)
     size: int = field(init=False, default=1)
     traffic: Traffic = field(init=False, default_factory=Traffic)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import cloudpickle
 import torch
 import torch.distributed as dist
+from alchemi_spec import RankFailure
 
 from alchemi_shardtensor.comm import Comm
-from alchemi_spec import RankFailure
 
 GRACE_S = 3.0
 """How long the other ranks may take to report an error of their own before they are stopped."""
@@ -41,12 +41,15 @@ class RankPool:
         self._workers: list[tuple[Any, Connection]] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float | None = None, **kwargs: Any) -> list[Any]:
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: int | None = None, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
         """What `function(comm, *args, **kwargs)` returned on each of `ranks` (default all) ranks.
 
         Raises:
             Exception: what the first failing rank raised, with its traceback as a note; the others are stopped.
             RankFailure: where a rank died, or no answer came within `timeout` seconds.
+
         """
         results: dict[int, Any] = {}
         for kind, rank, value in self._call(function, args, kwargs, ranks, timeout):
@@ -96,7 +99,9 @@ class RankPool:
             theirs.close()
             self._workers.append((process, ours))
 
-    def _call(self, function: Any, args: Any, kwargs: Any, ranks: int | None, timeout: float | None) -> Iterator[tuple[str, int, Any]]:
+    def _call(
+        self, function: Any, args: Any, kwargs: Any, ranks: int | None, timeout: float | None
+    ) -> Iterator[tuple[str, int, Any]]:
         ranks = self.size if ranks is None else ranks
         if not 1 <= ranks <= self.size:
             raise ValueError(f"this pool has {self.size} ranks, not {ranks}")
@@ -134,7 +139,9 @@ class RankPool:
             raise first
         if waiting:
             silent = ", ".join(str(rank) for rank in sorted(waiting.values()))
-            raise RankFailure(f"no answer from rank {silent} of {ranks} within {timeout} s: a collective that not all ranks entered?")
+            raise RankFailure(
+                f"no answer from rank {silent} of {ranks} within {timeout} s: a collective that not all ranks entered?"
+            )
 
     def _receive(self, connection: Connection, rank: int, ranks: int) -> tuple[str, Any]:
         try:
@@ -189,7 +196,8 @@ def _serve(rank: int, size: int, kind: str, store: str, connection: Connection) 
             if rank < ranks:
                 result = function(Comm(groups[ranks], device), *args, **kwargs)
                 if inspect.isgenerator(result):
-                    result = _send_items(result, connection if rank == 0 else None)
+                    _send_items(result, connection if rank == 0 else None)
+                    result = None
             answer = cloudpickle.dumps(("result", result))
         except Exception as error:
             answer = cloudpickle.dumps(("error", _noted(error, rank, size)))

@@ -41,9 +41,7 @@ class HandlerTable:
         """A table in which `rules` are asked first."""
         return HandlerTable((*rules, *self.rules))
 
-    def dispatch(
-        self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def dispatch(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
         rules = self._of.get(op)
         if rules is not None:
@@ -83,6 +81,8 @@ _ALIASES = {"source": "src", "axis": "dim", "mat2": "other", "tensor": "other", 
 def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Arguments by one set of names, whatever the form of the call."""
     name = op.__name__
+    if name in ("view", "reshape"):
+        return {"input": args[0], "shape": kwargs.get("shape", kwargs.get("size", args[1:]))}
     names = _NAMES.get(name if name.endswith("__") else name.rstrip("_"), _REDUCE)
     if len(args) > len(names):
         raise TypeError(f"{name} takes at most {len(names)} positional arguments here, {len(args)} were given")

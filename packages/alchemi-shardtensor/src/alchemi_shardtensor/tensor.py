@@ -3,14 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 import torch
+from alchemi_spec import DistributionSpec
 from torch import Tensor
 
 from alchemi_shardtensor.comm import Comm
 from alchemi_shardtensor.routing import Routing
-from alchemi_spec import DistributionSpec
 
 if TYPE_CHECKING:
     from alchemi_shardtensor.table import HandlerTable
@@ -123,16 +123,14 @@ class ShardTensor(Tensor):
             shard = sources[0].shard
             return shard.table.dispatch(func, shard, sources, args, kwargs)
 
-    def __reduce_ex__(self, protocol: int) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle the values: a shard belongs to one process."""
-        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
 
 
-def tag(
-    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: Ends = None
-) -> ShardTensor:
+def tag(t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: Ends = None) -> ShardTensor:
     """`t` as a ShardTensor that shares its storage; `t` itself stays plain."""
-    return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end)  # type: ignore[arg-type]
+    return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end)
 
 
 def tag_in_place(
@@ -147,7 +145,7 @@ def tag_in_place(
 
 def plain(t: Tensor) -> Tensor:
     """The same tensor without its tag; differentiable, shares storage."""
-    return t.as_subclass(Tensor) if isinstance(t, ShardTensor) else t  # type: ignore[arg-type]
+    return t.as_subclass(Tensor) if isinstance(t, ShardTensor) else t
 
 
 def _flat(args: tuple[Any, ...] | list[Any], kwargs: dict[str, Any] | None = None) -> Iterator[Any]:

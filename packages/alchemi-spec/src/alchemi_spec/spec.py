@@ -19,7 +19,8 @@ class OutputKind(StrEnum):
 
 class ScatterRule(StrEnum):
     """What a scatter through an index that points at atoms does: `local` where the index names receivers, whose edges
-    are all here; the ghosts' share is folded into their owners where it names senders."""
+    are all here; the ghosts' share is folded into their owners where it names senders.
+    """
 
     LOCAL = "local"
 
@@ -73,6 +74,7 @@ class DistributionSpec(_Value):
 
         Raises:
             SpecError: naming each key that is unknown, missing or out of range.
+
         """
         written = json.loads(Path(path).read_text(encoding="utf-8"))
         required = set(cls.model_fields) - set(written) if isinstance(written, dict) else set()

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
 from alchemi_shardtensor.tensor import SYSTEM, Shard, ShardTensor, tag_in_place
-from alchemi_spec import MissingHandler
 
 
 @handles(torch.autograd.grad, when=lambda shard, named: True)
@@ -29,6 +29,7 @@ def grad(
 
     Raises:
         MissingHandler: where an output has lost its tag, or an untagged input differs in shape between ranks.
+
     """
     ys, xs = _listed(outputs), _listed(inputs)
     seeds = _listed(grad_outputs) if grad_outputs is not None else [None] * len(ys)

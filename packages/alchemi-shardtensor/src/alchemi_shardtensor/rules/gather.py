@@ -1,13 +1,13 @@
 """Reading other rows: the moment, and the only one, at which rows travel forward."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
+from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
 from alchemi_shardtensor.tensor import EDGE, NODES, PADDED, RECEIVER, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
-from alchemi_spec import MissingHandler
 
 _SELECTS = (Tensor.index_select, torch.index_select)
 _GATHERS = (Tensor.gather, torch.gather)
@@ -24,7 +24,7 @@ def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> 
     if isinstance(head, int):
         return _row(input, head)[rest] if rest else _row(input, head)
     if isinstance(head, list):
-        ends: Ends = tuple(input.end[i] for i in head)  # type: ignore[index]
+        ends: Ends = tuple(_ends(input)[i] for i in head)
     else:
         whole = not isinstance(head, Tensor) and head in (slice(None), Ellipsis) and index is not Ellipsis
         ends = input.end if whole else None
@@ -49,7 +49,7 @@ def select_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int, in
 @handles(Tensor.flip, torch.flip, when=lambda shard, named: _is_edge_index(shard, named) and named["dims"] in (0, (0,), [0]))
 def flip_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dims: Any) -> Tensor:
     """edge_index (2, E) -> its rows in the other order, for models that name receivers first."""
-    return tag_in_place(input.flip(0), shard, None, NODES, input.end[::-1])  # type: ignore[index]
+    return tag_in_place(input.flip(0), shard, None, NODES, _ends(input)[::-1])
 
 
 def _are_ends(shard: Shard, named: dict[str, Any]) -> bool:
@@ -62,8 +62,12 @@ def stack_ends(shard: Shard, op: Any, tensors: Any, dim: int = 0) -> Tensor:
     return tag_in_place(torch.stack(list(tensors)), shard, None, NODES, tuple(t.end for t in tensors))
 
 
+def _ends(edge_index: ShardTensor) -> tuple[End, ...]:
+    return cast(tuple[End, ...], edge_index.end)
+
+
 def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
-    return tag_in_place(edge_index.select(0, row), edge_index.shard, EDGE, NODES, edge_index.end[row])  # type: ignore[index]
+    return tag_in_place(edge_index.select(0, row), edge_index.shard, EDGE, NODES, _ends(edge_index)[row])
 
 
 @handles(Tensor.__getitem__, when=points_at(NODES))
@@ -124,7 +128,7 @@ def reachable(shard: Shard, x: Tensor, index: ShardTensor) -> Tensor:
     kept = x.__dict__.get("padded")  # a static input travels once
     if kept is None or kept[0] != x._version:
         kept = x.__dict__["padded"] = (x._version, shard.routing.padded(x))
-    return kept[1]  # type: ignore[no-any-return]
+    return cast(Tensor, kept[1])
 
 
 def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:

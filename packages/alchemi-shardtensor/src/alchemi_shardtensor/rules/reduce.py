@@ -3,18 +3,40 @@
 from typing import Any
 
 import torch
+from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
 from alchemi_shardtensor.tensor import EDGE, OWNED, PADDED, SYSTEM, Shard, ShardTensor
-from alchemi_spec import MissingHandler
 
-_NAMES = (
-    "amax amin max min argmax argmin prod std var std_mean var_mean norm median mode nanmean nansum logsumexp "
-    "cumsum cumprod sort argsort topk softmax log_softmax"
-).split()
+_NAMES = [
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "argmax",
+    "argmin",
+    "prod",
+    "std",
+    "var",
+    "std_mean",
+    "var_mean",
+    "norm",
+    "median",
+    "mode",
+    "nanmean",
+    "nansum",
+    "logsumexp",
+    "cumsum",
+    "cumprod",
+    "sort",
+    "argsort",
+    "topk",
+    "softmax",
+    "log_softmax",
+]
 _REFUSED = tuple(getattr(space, n) for n in _NAMES for space in (Tensor, torch) if hasattr(space, n))
 _REFUSED += (torch.linalg.norm, torch.linalg.vector_norm, torch.nn.functional.softmax)
 
@@ -61,9 +83,7 @@ def _contracts_rows(shard: Shard, named: dict[str, Any]) -> bool:
     return getattr(other, "rows", None) in SHARE and other.ndim <= 2
 
 
-@handles(
-    Tensor.matmul, torch.matmul, Tensor.mm, torch.mm, Tensor.__matmul__, Tensor.__rmatmul__, when=_contracts_rows
-)
+@handles(Tensor.matmul, torch.matmul, Tensor.mm, torch.mm, Tensor.__matmul__, Tensor.__rmatmul__, when=_contracts_rows)
 def refuse_contraction(shard: Shard, op: Any, input: Tensor, other: ShardTensor) -> Tensor:
     """No contraction over a slice would be the whole's."""
     raise MissingHandler(

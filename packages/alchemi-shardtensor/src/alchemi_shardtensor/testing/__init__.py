@@ -40,8 +40,9 @@ def ranks(*sizes: int, timeout: float = 120.0) -> Callable[[Callable[..., None]]
             rank_pool(n_ranks).run(_with_filters, test, filters, ranks=n_ranks, timeout=timeout, **kwargs)
 
         run.__signature__ = inspect.Signature([*extra, *named])  # type: ignore[attr-defined]
-        del run.__wrapped__  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("n_ranks", sizes, ids=lambda n: f"{n}ranks")(run)
+        del run.__wrapped__
+        parametrized: Callable[..., None] = pytest.mark.parametrize("n_ranks", sizes, ids=lambda n: f"{n}ranks")(run)
+        return parametrized
 
     return decorate
 

@@ -8,14 +8,21 @@ from alchemi_shardtensor.launch import RankPool
 
 
 @pytest.fixture(scope="session")
-def rank_pool() -> Iterator[Callable[[int], RankPool]]:
+def rank_preload() -> list[str]:
+    """Modules that ranks import once, before they are forked; override it in a conftest with what your tests import."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def rank_pool(rank_preload: list[str]) -> Iterator[Callable[[int], RankPool]]:
     """The session's pool, grown to at least the asked number of ranks."""
-    pools = [RankPool(4, preload=["alchemi_shardtensor.testing"])]
+    preload = ["alchemi_shardtensor.testing", *rank_preload]
+    pools = [RankPool(4, preload=preload)]
 
     def at_least(size: int) -> RankPool:
         if pools[0].size < size:
             pools[0].close()
-            pools[0] = RankPool(size)
+            pools[0] = RankPool(size, preload=preload)
         return pools[0]
 
     yield at_least

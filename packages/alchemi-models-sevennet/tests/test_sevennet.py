@@ -1,0 +1,99 @@
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from alchemi_models_sevennet import SevenNetWrapper
+from alchemi_spec import Model, UntrustedPickle
+from ase.build import bulk, molecule
+from ase.neighborlist import neighbor_list
+from sevenn import util
+from sevenn.calculator import SevenNetCalculator
+
+
+@pytest.fixture(scope="module")
+def wrapper():
+    return SevenNetWrapper()
+
+
+def silica():
+    """Silicon and oxygen on rattled diamond sites, strained: nothing is zero by symmetry."""
+    atoms = bulk("Si", cubic=True)
+    atoms.numbers[[0, 3, 5]] = 8
+    atoms.set_cell(atoms.cell.array @ [[1.01, 0.01, 0], [0, 0.98, 0.02], [0, 0, 1.005]], scale_atoms=True)
+    atoms.rattle(0.1, seed=1)
+    return atoms
+
+
+def contract_data(atoms, cutoff, dtype=torch.float64):
+    """The fields of the data contract, from ASE's own neighbour list."""
+    receiver, sender, shifts = neighbor_list("ijS", atoms, cutoff)
+    return {
+        "positions": torch.tensor(atoms.positions, dtype=dtype),
+        "atomic_numbers": torch.tensor(atoms.numbers),
+        "batch": torch.zeros(len(atoms), dtype=torch.long),
+        "cell": torch.tensor(atoms.cell.array, dtype=dtype)[None],
+        "pbc": torch.tensor(atoms.pbc)[None],
+        "edge_index": torch.tensor(np.stack([sender, receiver])),
+        "edge_shifts": torch.tensor(shifts, dtype=dtype),
+        "nodes": torch.arange(len(atoms)),
+    }
+
+
+@pytest.mark.parametrize("atoms", [silica(), molecule("CH3CH2OH", vacuum=4.0)], ids=["crystal", "molecule"])
+def test_equals_sevennets_own_calculator(wrapper, atoms):
+    atoms.calc = SevenNetCalculator("7net-0", device="cpu")
+    results = wrapper(contract_data(atoms, wrapper.cutoff))
+    assert results["energy"].item() == pytest.approx(atoms.get_potential_energy(), rel=2e-6)
+    np.testing.assert_allclose(results["forces"], atoms.get_forces(), atol=5e-6)
+    np.testing.assert_allclose(results["stress"][0], atoms.get_stress(voigt=False), atol=3e-5)
+
+
+def test_a_multi_fidelity_model_equals_its_calculator_and_asks_for_the_fidelity():
+    atoms = silica()
+    atoms.calc = SevenNetCalculator("7net-mf-0", modal="PBE", device="cpu")
+    wrapper = SevenNetWrapper("7net-mf-0", modal="PBE")
+    results = wrapper(contract_data(atoms, wrapper.cutoff))
+    assert results["energy"].item() == pytest.approx(atoms.get_potential_energy(), rel=2e-6)
+    np.testing.assert_allclose(results["forces"], atoms.get_forces(), atol=5e-6)
+    with pytest.raises(ValueError, match="fidelities.*R2SCAN.*PBE.*choose one with modal"):
+        SevenNetWrapper("7net-mf-0")
+
+
+def test_float64_forces_and_stress_are_the_energys_derivatives():
+    wrapper, atoms, h = SevenNetWrapper().double(), silica(), 1e-4
+
+    def energy(moved):
+        return wrapper(contract_data(moved, wrapper.cutoff), ("energy",))["energy"].item()
+
+    results = wrapper(contract_data(atoms, wrapper.cutoff))
+    assert {v.dtype for v in results.values()} == {torch.float64}
+    slopes = []
+    for sign in (1, -1):
+        moved = atoms.copy()
+        moved.positions[3, 1] += sign * h
+        slopes.append(sign * energy(moved))
+    assert results["forces"][3, 1].item() == pytest.approx(-sum(slopes) / (2 * h), abs=1e-6)
+    for i, j in [(2, 2), (0, 1)]:
+        work = 0.0
+        for sign in (1, -1):
+            strain = np.zeros((3, 3))
+            strain[i, j] += sign * h / 2
+            strain[j, i] += sign * h / 2
+            strained = atoms.copy()
+            strained.set_cell(atoms.cell.array @ (np.eye(3) + strain), scale_atoms=True)
+            work += sign * energy(strained)
+        assert results["stress"][0, i, j].item() == pytest.approx(work / (2 * h) / atoms.get_volume(), abs=1e-7)
+
+
+def test_elements_and_cutoff_are_the_models(wrapper):
+    assert wrapper.cutoff == 5.0 and len(wrapper.elements) == 89 and isinstance(wrapper, Model)
+
+
+def test_a_file_must_be_trusted_and_an_unknown_name_lists_the_names(tmp_path):
+    path = shutil.copy(util.pretrained_name_to_path("7net-0"), tmp_path / "mine.pth")
+    with pytest.raises(UntrustedPickle, match="trust_pickle=True"):
+        SevenNetWrapper(path)
+    assert SevenNetWrapper(path, trust_pickle=True).cutoff == 5.0
+    with pytest.raises(ValueError, match="Valid pretrained model names"):
+        SevenNetWrapper("7net-nowhere")

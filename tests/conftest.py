@@ -1,0 +1,6 @@
+import pytest
+
+
+@pytest.fixture(scope="session")
+def rank_preload():
+    return ["alchemi_dist", "alchemi_models_mace", "alchemi_models_sevennet", "cuequivariance_torch"]
