@@ -98,7 +98,7 @@ def multigpu(session: nox.Session) -> None:
     found = session.run("uv", "run", "--no-sync", "python", "-c", count, external=True, silent=True) or "0"
     if not int(found.split()[-1]):
         session.skip("torch finds no CUDA device on this machine")
-    in_workspace(session, "pytest", "tests", "-m", "gpu", ALCHEMI_GPUS=found.split()[-1])
+    in_workspace(session, "pytest", "tests", "-m", "gpu")
 
 
 nox.options.sessions = ["lint", "types", "docs", "wheels", "tests", "together", "multigpu"]

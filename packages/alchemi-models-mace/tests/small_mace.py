@@ -1,10 +1,12 @@
 """A small MACE with random weights, real classes throughout, and a structure to try it on."""
 
+# before e3nn 0.4.4, whose constants torch refuses to load otherwise
+from mace import modules  # isort: split
+
 import numpy as np
 import torch
 from ase.build import bulk
 from e3nn import o3
-from mace import modules  # before e3nn: it allows what torch's safe loading of e3nn 0.4's constants refuses
 
 
 def small_mace(channels=4, interaction="RealAgnosticResidualInteractionBlock", **changes):

@@ -2,9 +2,10 @@
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
@@ -46,7 +47,7 @@ class MACEWrapper(nn.Module):
     @classmethod
     def from_checkpoint(
         cls, name: str | Path | io.BytesIO, *, head: str | None = None, trust_pickle: bool = False, cueq: bool = False
-    ) -> Self:
+    ) -> "MACEWrapper":
         """Load a `.model` file, or a foundation model that MACE knows by name (such as `medium-mpa-0`).
 
         A `.model` file is a pickle: loading it runs code that is stored in it. A named model comes from MACE's own
@@ -70,7 +71,21 @@ class MACEWrapper(nn.Module):
                 )
             model = torch.load(name, map_location="cpu", weights_only=False)
         model.requires_grad_(False).eval()
-        return cls(_with_cueq(model) if cueq else model, head)
+        wrapper = cls(model, head)
+        return wrapper.with_cueq() if cueq else wrapper
+
+    def with_cueq(self) -> "MACEWrapper":
+        """The same model with cuEquivariance kernels (MACE's own conversion; needs the extra `cueq`); fused on CUDA."""
+        from mace.cli.convert_e3nn_cueq import run  # noqa: PLC0415  only with the extra
+
+        before = torch.get_default_dtype()
+        try:
+            fast = run(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
+        finally:
+            torch.set_default_dtype(before)  # which the conversion changes
+        wrapper = MACEWrapper(fast.requires_grad_(False).eval())
+        wrapper.head = self.head
+        return wrapper
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,23 +129,9 @@ def _download(name: str) -> nn.Module:
     return loader(model=name.removeprefix("off-"), **options)  # type: ignore[no-any-return]
 
 
-def _with_cueq(model: nn.Module) -> nn.Module:
-    """MACE's own conversion, without the default dtype that it leaves behind."""
-    from mace.cli.convert_e3nn_cueq import run  # noqa: PLC0415  needs the extra `cueq`
-
-    before = torch.get_default_dtype()
-    try:
-        fast = run(model, device="cuda" if torch.cuda.is_available() else "cpu")
-    finally:
-        torch.set_default_dtype(before)
-    return fast.requires_grad_(False).eval()  # type: ignore[no-any-return]
-
-
 @contextmanager
 def _reaching_fused_kernels(model: nn.Module, nodes: Tensor) -> Iterator[None]:
     """While open, convolutions that gather inside their kernel are handed the rows that their senders count."""
-    fused = [block.conv_tp for block in model.interactions if getattr(block, "conv_fusion", None)]  # type: ignore[union-attr]
-    own = [conv.forward for conv in fused]
 
     def reaching(kernel: Any) -> Any:
         def forward(node_feats: Tensor, edge_attrs: Tensor, tp_weights: Tensor, edge_index: Tensor) -> Tensor:
@@ -140,13 +141,13 @@ def _reaching_fused_kernels(model: nn.Module, nodes: Tensor) -> Iterator[None]:
 
         return forward
 
-    try:
-        for conv in fused:
-            conv.forward = reaching(conv.original_forward)
+    with ExitStack() as replaced:
+        for block in model.interactions:  # type: ignore[union-attr]
+            if getattr(block, "conv_fusion", None):
+                conv = block.conv_tp  # whose wrapped forward does not survive pickling: then its own is the kernel
+                kernel = conv.__dict__.get("original_forward", conv.forward)
+                replaced.enter_context(patch.object(conv, "forward", reaching(kernel)))
         yield
-    finally:
-        for conv, forward in zip(fused, own, strict=True):
-            conv.forward = forward
 
 
 def _plain(t: Tensor) -> Tensor:
