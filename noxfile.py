@@ -24,7 +24,7 @@ TORCH = "torch" + PROJECT["tool"]["uv"]["constraint-dependencies"][0].removepref
 
 def in_workspace(session: nox.Session, *command: str, **env: str) -> None:
     """Run in the workspace's own environment, which `uv run` keeps in step with the project."""
-    session.run("uv", "run", "--no-sync", *command, external=True, env={"OMP_NUM_THREADS": "1", **env})
+    session.run("uv", "run", "--no-sync", *command, external=True, env=env)
 
 
 @nox.session(venv_backend="none")
@@ -82,7 +82,7 @@ def tests(session: nox.Session, package: str) -> None:
         if package == "alchemi-spec":
             session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
     folder = ROOT / "packages" / package
-    session.run("pytest", "-c", "pyproject.toml", str(folder), env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-c", "pyproject.toml", str(folder))
 
 
 @nox.session(venv_backend="none")

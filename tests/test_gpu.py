@@ -34,16 +34,29 @@ CASES = {
 }
 
 
+@pytest.fixture(scope="module")
+def pools():
+    """One pool for each number of ranks, and one on the CPU."""
+    kept = {}
+
+    def of(n_ranks, device="cuda"):
+        if (n_ranks, device) not in kept:
+            kept[n_ranks, device] = RankPool(n_ranks, device, preload=["alchemi_models_mace"])
+        return kept[n_ranks, device]
+
+    yield of
+    for pool in kept.values():
+        pool.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("n_ranks", sorted({n for n in (1, 2, 4, 8) if n <= GPUS} | {2 * GPUS}))
-def test_ranks_on_gpus_equal_one_process_on_the_cpu(n_ranks, name, dtype):
+def test_ranks_on_gpus_equal_one_process_on_the_cpu(pools, n_ranks, name, dtype):
     model, atoms = CASES[name]
     model = model.to(dtype)
-    with RankPool(1) as pool:
-        expected = pool.run(evaluate, model, atoms)[0]
-    with RankPool(n_ranks, "cuda") as pool:
-        everyone = pool.run(evaluate, model, atoms, timeout=240)
+    expected = pools(1, "cpu").run(evaluate, model, atoms)[0]
+    everyone = pools(n_ranks).run(evaluate, model, atoms, timeout=240)
     for results in everyone:
         for key, value in expected.items():
             gap = np.abs(results[key] - value).max()

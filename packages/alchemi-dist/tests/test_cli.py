@@ -48,7 +48,7 @@ def test_json_alone_on_standard_output(frames, tmp_path):
 
 
 def test_a_gap_over_the_tolerance_exits_with_1(frames, tmp_path, monkeypatch):
-    def gaps(model, atoms, results):
+    def gaps(model, whole, results):
         return {"energy": 1e-3, "forces": 0.0}
 
     monkeypatch.setattr(sys.modules["alchemi_dist.evaluate"], "_parity", gaps)

@@ -7,7 +7,7 @@ import torch
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch, load_model
 from alchemi_dist.evaluate import within_tolerance
 from alchemi_shardtensor.testing import ranks
-from alchemi_spec import InputError, Model, SpecError
+from alchemi_spec import InputError, InvalidCell, MissingHandler, Model, SpecError
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.lj import LennardJones as AseLennardJones
@@ -40,6 +40,9 @@ def test_fields_that_do_not_fit_together_are_refused():
         Batch(batch.positions, batch.atomic_numbers, batch.batch, batch.cell[0], batch.pbc)
     with pytest.raises(InputError, match="beyond the 1 cells"):
         Batch(batch.positions, batch.atomic_numbers, batch.batch + 1, batch.cell, batch.pbc)
+    broken = Batch.from_ase(bulk("Cu")).cell * torch.nan
+    with pytest.raises(InvalidCell, match="nan or infinite"):
+        Batch(batch.positions, batch.atomic_numbers, batch.batch, broken, batch.pbc & False)
     with pytest.raises(InputError, match="at least one"):
         Batch.from_ase([])
 
@@ -60,10 +63,29 @@ def test_what_rank_0_cannot_share_is_an_error_on_every_rank(comm):
         ShardedBatch.share(Batch.from_ase(bulk("Cu")), DomainConfig(comm, strategy="nowhere"))
 
 
-def test_a_batch_of_other_ranks_or_an_unknown_output_is_refused():
-    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu")))
+@ranks(2)
+def test_a_batch_of_other_ranks_is_refused(comm):
+    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu")), DomainConfig(comm))
     with pytest.raises(SpecError, match="one DomainConfig for both"):
         DistributedModel(Toy())(batch)
+
+
+class Careless(Toy):
+    """Sums over its atoms in a way that only one process gets right."""
+
+    def forward(self, data, outputs):
+        return {"energy": torch.stack([data["positions"][i].sum() for i in range(len(data["positions"]))]).sum().view(1)}
+
+
+@ranks(1, 2)
+def test_an_output_that_may_be_a_share_is_refused(comm):
+    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu", cubic=True)), DomainConfig(comm))
+    with pytest.raises(MissingHandler, match="over a slice|energy should have system rows"):
+        DistributedModel(Careless(), batch.config)(batch, ("energy",))
+
+
+def test_an_unknown_output_is_refused():
+    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu")))
     with pytest.raises(SpecError, match="has no dipole"):
         DistributedModel(Toy(), batch.config)(batch, ("energy", "dipole"))
 

@@ -149,7 +149,7 @@ def test_many_small_systems_are_balanced_too():
     batch = torch.arange(10).repeat_interleave(3)
     cell = torch.zeros(10, 3, 3, dtype=F64)
     owner = HaloStrategy().owners(torch.rand(30, 3), batch, cell, torch.zeros(10, 3, dtype=torch.bool), 4)
-    assert torch.bincount(owner, minlength=4).tolist() == [8, 7, 8, 7] or torch.bincount(owner).max() <= 9
+    assert torch.bincount(owner, minlength=4).max() <= 9
 
 
 @pytest.mark.parametrize(

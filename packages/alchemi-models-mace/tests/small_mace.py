@@ -9,7 +9,7 @@ from ase.build import bulk
 from e3nn import o3
 
 
-def small_mace(channels=4, interaction="RealAgnosticResidualInteractionBlock", **changes):
+def small_mace(channels=4, interaction="RealAgnosticResidualInteractionBlock", scaled=True, **changes):
     torch.manual_seed(0)
     block = modules.interaction_classes[interaction]
     options = {
@@ -32,7 +32,11 @@ def small_mace(channels=4, interaction="RealAgnosticResidualInteractionBlock", *
         "atomic_inter_scale": 1.3,
         "atomic_inter_shift": 0.1,
     }
-    return modules.ScaleShiftMACE(**options | changes).double()
+    options |= changes
+    if scaled:
+        return modules.ScaleShiftMACE(**options).double()
+    del options["atomic_inter_scale"], options["atomic_inter_shift"]
+    return modules.MACE(**options).double()
 
 
 def silica(repeats=1):

@@ -14,6 +14,7 @@ from small_mace import silica, small_mace
 PICKLE = Path(__file__).parent / "data" / "small-e3nn-0.4.4.model"
 VARIANTS = {
     "residual": {},
+    "not scaled": {"scaled": False},
     "agnostic": {"interaction": "RealAgnosticInteractionBlock"},
     "density": {"interaction": "RealAgnosticDensityInteractionBlock"},
     "foundation": {

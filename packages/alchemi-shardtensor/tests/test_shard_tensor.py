@@ -1,3 +1,4 @@
+import copy
 import pickle
 
 import pytest
@@ -169,46 +170,101 @@ def test_the_largest_index_counts_what_is_pointed_at_also_on_an_empty_rank(comm)
 
 
 ONE = RandomGraph(Comm(), n=6, n_edges=4)
+THREE = RandomGraph(Comm(), n=3, n_edges=4)
 X = torch.rand(6, 6, dtype=F64)
 
 
-@pytest.mark.parametrize(
-    "moved",
-    [
-        lambda x: x.T,
-        lambda x: x.t(),
-        lambda x: x.mT,
-        lambda x: x.transpose(0, 1),
-        lambda x: x.permute(1, 0),
-        lambda x: x.unsqueeze(0),
-        lambda x: x[None],
-        lambda x: torch.stack([x] * 6),
-        lambda x: x[:, 0].expand(6, 6),
-        lambda x: x[:, 0] + torch.zeros(6, 6, dtype=F64),
-        lambda x: torch.einsum("nk->kn", x),
-    ],
-)
-def test_rows_that_moved_are_not_taken_for_atoms_though_their_number_is_equal(moved):
-    assert getattr(moved(tag(X, ONE.shard, OWNED)), "rows", None) is None
+W = torch.rand(3, 3, 3, dtype=F64)
+MINE = torch.tensor([0, 2, 5])
+CARRIED = [
+    lambda x: x * 2 + x[:, :1],
+    lambda x: x.T,
+    lambda x: x.mT,
+    lambda x: x.t() + torch.ones(3, 1, dtype=F64),
+    lambda x: x.transpose(0, 1).transpose(-1, 0),
+    lambda x: x.permute(1, 0),
+    lambda x: x.unsqueeze(0),
+    lambda x: x.unsqueeze(1).squeeze(1),
+    lambda x: x[None],
+    lambda x: x[:, None, :, None],
+    lambda x: x[..., 0],
+    lambda x: x[..., None, 1:],
+    lambda x: x[:, [2, 0]],
+    lambda x: x.T[1:],
+    lambda x: x.T[[2, 0, 1], None],
+    lambda x: x.select(1, 2),
+    lambda x: x.flatten(1),
+    lambda x: x[:, :, None].expand(-1, 3, 3).reshape(len(x), -1),
+    lambda x: x.view(-1, 3, 1),
+    lambda x: x.movedim(0, 1),
+    lambda x: x.expand(3, -1, -1),
+    lambda x: x[:, 0] + W[0, :, :1],
+    lambda x: torch.stack([x, x, x]),
+    lambda x: torch.stack([x[:, 0]] * 3).sum(0),
+    lambda x: torch.stack([x, x], dim=1),
+    lambda x: torch.stack([x] * 3).sum(dim=0),
+    lambda x: torch.cat([x, x], dim=-1),
+    lambda x: torch.cat([x.T, x.T]),
+    lambda x: torch.nn.functional.linear(x, W[0]),
+    lambda x: x @ W[0],
+    lambda x: W @ x.T,
+    lambda x: W[0] @ x.mT,
+    lambda x: x.unsqueeze(1) @ W[0],
+    lambda x: torch.einsum("nk->kn", x),
+    lambda x: torch.einsum("nk,kl->nl", x, W[0]),
+    lambda x: torch.einsum("akl,nl->akn", W, x),
+    lambda x: torch.tensordot(x, W[0], dims=1),
+    lambda x: torch.tensordot(W, x, dims=((1,), (-1,))),
+    lambda x: x.sum(-1),
+    lambda x: x.T.sum(0),
+    lambda x: x.amax(1, keepdim=True),
+    lambda x: x.max(1).values,
+    lambda x: x.sort(1).values,
+    lambda x: x.topk(2).values,
+    lambda x: torch.linalg.vector_norm(x, dim=-1),
+    lambda x: torch.linalg.norm(x, dim=1, keepdim=True),
+    lambda x: torch.nn.functional.one_hot((x[:, 0] > 0.5).long(), 3),
+    lambda x: W[0][(x[:, 0] > 0.5).long()],
+    lambda x: W[:, (x[:, 0] > 0.5).long()],
+    lambda x: W[(x[:, 0] > 0.5).long(), :, (x[:, 1] > 0.5).long()],
+    lambda x: torch.nn.functional.embedding((x[:, 0] > 0.5).long(), W[0]),
+    lambda x: W[0].index_select(1, (x[:, 0] > 0.5).long()),
+    lambda x: x.softmax(-1),
+    lambda x: torch.where(x > 0.5, x, 0.0),
+    lambda x: torch.nn.functional.silu(x).to(torch.float32),
+    lambda x: x.split(1, dim=1)[1],
+    lambda x: torch.max(x, other=1 - x),
+    lambda x: torch.zeros_like(x),
+]
 
 
-@pytest.mark.parametrize(
-    "kept",
-    [
-        lambda x: x * 2 + x[:, :1],
-        lambda x: x.unsqueeze(1).squeeze(1),
-        lambda x: torch.stack([x, x], dim=1),
-        lambda x: torch.cat([x, x], dim=1),
-        lambda x: torch.nn.functional.linear(x, torch.rand(6, 6, dtype=F64)),
-        lambda x: torch.einsum("nk,kl->nl", x, torch.rand(6, 6, dtype=F64)),
-        lambda x: torch.rand(9, 4)[x.argmax(1)],
-        lambda x: torch.nn.functional.silu(x),
-        lambda x: x.detach().to(torch.float32),
-        lambda x: torch.zeros_like(x),
-    ],
-)
-def test_rows_that_stayed_are_still_atoms(kept):
-    assert kept(tag(X, ONE.shard, OWNED)).rows is OWNED
+@pytest.mark.parametrize("number", range(len(CARRIED)))
+def test_rows_are_where_the_tag_says_though_every_length_is_three(number):
+    """The same operation on all six atoms, of which three are owned: the tagged dim picks them out."""
+    whole = CARRIED[number](X[:, :3])
+    share = CARRIED[number](tag(X[MINE, :3], THREE.shard, OWNED))
+    assert share.rows is OWNED
+    torch.testing.assert_close(plain(share), whole.index_select(share.row_dim, MINE), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("made", [lambda x: x.new_ones(3), lambda x: W.to(x), lambda x: W.type_as(x), lambda x: x.shape])
+def test_what_only_borrows_a_type_or_a_shape_stays_plain(made):
+    assert type(made(tag(X[MINE, :3], THREE.shard, OWNED))) is not ShardTensor
+
+
+@ranks(1, 2, 3)
+def test_any_selection_of_rows_sums_to_the_whole_selection(comm):
+    """Also where a rank's selection is all, or none, of its atoms."""
+    graph = RandomGraph(comm)
+    x = values(comm, graph.n)
+    shared = graph.owned(x)
+    for chosen in (x[:, 0] > 0.5, x[:, 0] > 2, graph.mine[0] <= torch.arange(graph.n)):
+        chosen = comm.broadcast_object(chosen)
+        torch.testing.assert_close(plain(shared[chosen[graph.mine]].sum()), x[chosen].sum())
+        assert bool(graph.owned(chosen).any()) == bool(chosen.any())
+        assert bool(graph.owned(chosen).all()) == bool(chosen.all())
+    for part in (shared.flatten(), shared.view(-1), shared[None], shared.T, torch.cat(shared.split(2))):
+        torch.testing.assert_close(plain(part.sum()), x.sum())
 
 
 @pytest.mark.parametrize(
@@ -225,10 +281,23 @@ def test_rows_that_stayed_are_still_atoms(kept):
             0, ONE.local_edge_index[0][:, None].expand(-1, 6), x[:4], "amax"
         ),
         lambda x: x.sum().backward(),
+        lambda x: torch.dot(x[:, 0], x[:, 1]),
+        lambda x: torch.einsum("ni,nj->ij", x, x),
+        lambda x: x @ x.T,
+        lambda x: torch.tensordot(x, x, 1),
+        lambda x: torch.cdist(x, x),
+        lambda x: torch.linalg.vector_norm(x, 1),
+        lambda x: x.topk(1, 0),
+        lambda x: x[0].sum(),
+        lambda x: x.T.max(1),
+        lambda x: torch.zeros(2, 6, dtype=F64).index_put((ONE.local_batch,), x, accumulate=True),
+        lambda x: torch.zeros(2, 6, dtype=F64).__setitem__(ONE.local_batch, x),
+        lambda x: torch.zeros(2, dtype=F64).scatter_(0, ONE.local_batch, x[:, 0], reduce="add"),
+        lambda x: x[[ONE.local_edge_index[0], ONE.local_edge_index[1]]],
     ],
 )
 def test_what_would_be_wrong_on_a_share_is_refused_with_the_fix(refused):
-    with pytest.raises(MissingHandler, match="register|index|Sums are combined|autograd.grad"):
+    with pytest.raises(MissingHandler, match="register|index|Sums are combined|autograd.grad|Add with"):
         refused(tag(X.clone(), ONE.shard, OWNED))
 
 
@@ -297,3 +366,52 @@ def test_a_rank_without_rows_takes_the_shape_that_others_take(form):
     empty = tag(torch.empty(0, 3, 4), ONE.shard, OWNED)
     assert form(empty).shape[1:] == form(torch.empty(5, 3, 4)).shape[1:]
     assert form(empty).rows is OWNED
+
+
+def test_parts_of_a_row_of_an_edge_index_still_point():
+    index = ONE.local_edge_index
+    for part in (index[0, :], index[0, ...], index[0, torch.tensor([True, False, True, True])], index[0][1:]):
+        assert (part.points_at, part.end, part.rows) == (NODES, SENDER, EDGE)
+    assert index[1].sort().values.end is RECEIVER
+    assert index[1].sort().indices.points_at is None and index[1].argsort().points_at is None
+
+
+@ranks(1, 2, 3)
+def test_systems_are_counted_on_all_ranks_together(comm):
+    graph = RandomGraph(comm, n_systems=3)
+    assert torch.equal(plain(torch.bincount(graph.local_batch)), torch.bincount(graph.batch))
+
+
+@ranks(1, 2)
+def test_two_reduced_terms_do_not_share_their_gradients(comm):
+    """A collective that worked in place would overwrite what autograd shares between the two."""
+    graph = RandomGraph(comm, n_systems=1)
+    x = values(comm, graph.n)
+    total = torch.ones(3)
+    before = total.clone()
+    comm.all_reduce(total)
+    assert torch.equal(total, before)
+    leaf = graph.owned(x).requires_grad_()
+    terms = [torch.zeros(1, dtype=F64).index_add_(0, graph.local_batch, (leaf**p).sum(1)) for p in (1, 2)]
+    (g,) = torch.autograd.grad((terms[0] + terms[1]).sum(), leaf)
+    torch.testing.assert_close(plain(g), 1 + 2 * x[graph.mine])
+
+
+def test_gradients_of_leaves_of_different_shapes_one_after_the_other():
+    energy = torch.zeros(2, dtype=F64).index_add(0, ONE.local_batch, X[:, 0])
+    for shape in ((2, 3), (1,), (2, 3), (4, 3)):
+        leaf = torch.ones(shape, dtype=F64, requires_grad=True)
+        (g,) = torch.autograd.grad((energy.sum() * leaf).sum(), leaf)
+        assert g.shape == shape
+
+
+def test_means_of_half_precision_do_not_overflow():
+    x = tag(torch.ones(80_000, 2, dtype=torch.float16), ONE.shard, OWNED)
+    assert x.mean().item() == 1 and x.mean().dtype is torch.float16
+
+
+def test_inference_mode_and_deepcopy():
+    with torch.inference_mode():
+        x = tag(torch.arange(6.0), ONE.shard, OWNED)
+        assert x[ONE.local_edge_index[0]].rows is EDGE
+    assert type(copy.deepcopy(tag(X, ONE.shard, OWNED))) is Tensor

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from alchemi_shardtensor import Comm, DomainConfig
-from alchemi_spec import InputError, NonFinitePosition
+from alchemi_spec import InputError, InvalidCell, NonFinitePosition
 from ase import Atoms
 from torch import Tensor
 
@@ -16,7 +16,7 @@ FARTHEST = 1e8
 """Å. Beyond it float64 coordinates are coarser than 1e-8 Å, and forces are noise."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
     """B structures of N atoms together, on the CPU.
 
@@ -31,7 +31,12 @@ class Batch:
     pbc: Tensor
 
     def __post_init__(self) -> None:
-        """Refuse fields that do not fit together."""
+        """Refuse fields that do not fit together.
+
+        Raises:
+            InputError, InvalidCell: naming the field.
+
+        """
         n, systems = len(self.positions), len(self.cell)
         shapes = {"positions": (n, 3), "atomic_numbers": (n,), "batch": (n,), "cell": (systems, 3, 3), "pbc": (systems, 3)}
         for name, shape in shapes.items():
@@ -39,6 +44,8 @@ class Batch:
                 raise InputError(
                     f"{name} has shape {tuple(getattr(self, name).shape)}, but {shape} is needed beside the others."
                 )
+        if not self.cell.isfinite().all():
+            raise InvalidCell(f"a cell has entries that are nan or infinite: {self.cell.tolist()}.")
         if n and not (int(self.batch.min()) >= 0 and int(self.batch.max()) < systems):
             raise InputError(f"batch names structures beyond the {systems} cells that are given.")
 

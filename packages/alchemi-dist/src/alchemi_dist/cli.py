@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import ase.io
 import torch
 import typer
-from alchemi_shardtensor import Comm, RankPool, comm_from_environment
+from alchemi_shardtensor import RankPool, comm_from_environment
 from alchemi_spec import AlchemiError
 from ase.units import GPa
 from rich.console import Console
@@ -87,7 +87,7 @@ def _on_ranks(ranks: int | None, device: Device, arguments: tuple[Any, ...]) -> 
         yield from (item for item in evaluate(comm, *arguments) if comm.rank == 0)
         torch.distributed.destroy_process_group()
     elif ranks in (None, 1):
-        yield from evaluate(Comm(device=torch.device(device.value)), *arguments)
+        yield from evaluate(comm_from_environment(device.value), *arguments)
     else:
         with RankPool(ranks, device.value, preload=["alchemi_dist.evaluate", module_of(arguments[2])]) as pool:
             yield from pool.stream(evaluate, *arguments)

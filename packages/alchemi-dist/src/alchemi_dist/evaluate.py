@@ -53,9 +53,11 @@ def evaluate(
     """A `Job`, then a `Frame` for each; the file is read by rank 0. Every rank must iterate."""
     config = DomainConfig(comm)
     frames: list[Atoms] = []
+    batches: list[Batch] = []
     with comm.agreement():
         if comm.rank == 0:
             frames = _read(file, index)
+            batches = [Batch.from_ase(atoms) for atoms in frames]
     potential = load_model(model, comm, trust_pickle=trust_pickle)
     potential = potential.to(dtype) if dtype is not None else potential
     kind: torch.dtype = potential.dtype  # type: ignore[assignment]
@@ -63,8 +65,8 @@ def evaluate(
     n_frames = comm.broadcast_object(len(frames))
     yield Job(n_frames, kind)
     for i in range(n_frames):
-        atoms = frames[i] if comm.rank == 0 else None
-        yield _evaluate_one(distributed, atoms, check)
+        atoms, whole = (frames[i], batches[i]) if comm.rank == 0 else (None, None)
+        yield _evaluate_one(distributed, atoms, whole, check)
 
 
 def _read(file: str, index: str) -> list[Atoms]:
@@ -78,10 +80,10 @@ def _read(file: str, index: str) -> list[Atoms]:
     return frames
 
 
-def _evaluate_one(model: DistributedModel, atoms: Atoms | None, check: bool) -> Frame:
+def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | None, check: bool) -> Frame:
     comm = model.config.comm
     start = time.perf_counter()
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if atoms is not None else None, model.config)
+    batch = ShardedBatch.share(whole, model.config)
     data = model.prepare(batch)
     results = model.compute(data, batch, ("energy", "forces", "stress"))
     results["forces"] = batch.gather(results["forces"])
@@ -89,7 +91,7 @@ def _evaluate_one(model: DistributedModel, atoms: Atoms | None, check: bool) -> 
     counts = (len(batch.ids), len(data["nodes"]) - len(batch.ids), data["edge_index"].shape[1])
     owned, ghosts, edges = zip(*comm.gather_objects(counts), strict=True)
     ranks = {"owned": list(owned), "ghosts": list(ghosts), "edges": list(edges)}
-    parity = _parity(model.model, atoms, results) if check and atoms is not None else None
+    parity = _parity(model.model, whole, results) if check and whole is not None else None
     shown = Atoms() if atoms is None else atoms.copy()
     values: dict[str, Any] = {"energy": results["energy"].item(), "forces": results["forces"].double().cpu().numpy()}
     if "stress" in results:
@@ -100,10 +102,10 @@ def _evaluate_one(model: DistributedModel, atoms: Atoms | None, check: bool) -> 
     return Frame(shown, values["energy"], largest, stress, batch.why_no_stress()[0], ranks, seconds, parity)
 
 
-def _parity(model: nn.Module, atoms: Atoms, results: dict[str, Tensor]) -> dict[str, float]:
+def _parity(model: nn.Module, whole: Batch, results: dict[str, Tensor]) -> dict[str, float]:
     """How far `results` are from one rank's: energy relative, forces and stress the largest difference."""
     config = DomainConfig(Comm(device=results["energy"].device))
-    one: dict[str, Any] = DistributedModel(model, config)(ShardedBatch.share(Batch.from_ase(atoms), config))
+    one: dict[str, Any] = DistributedModel(model, config)(ShardedBatch.share(whole, config))
     gaps = {name: (one[name] - results[name]).abs().max().item() for name in one}
     gaps["energy"] /= max(abs(one["energy"].item()), 1e-30)
     return gaps

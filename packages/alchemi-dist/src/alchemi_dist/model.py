@@ -11,13 +11,14 @@ from alchemi_shardtensor import (
     OWNED,
     OWNED_LAYOUT,
     PADDED,
+    SYSTEM,
     SYSTEMS,
     DomainConfig,
     Shard,
     plain,
     tag,
 )
-from alchemi_spec import DistributionSpec, Model, SpecError, check_elements
+from alchemi_spec import DistributionSpec, MissingHandler, Model, OutputKind, SpecError, check_elements
 from torch import Tensor, nn
 
 from alchemi_dist.batch import ShardedBatch, check_positions
@@ -36,6 +37,18 @@ class DistributedModel(nn.Module):
         self.config = config or DomainConfig()
         self.spec = spec or cast(Model, model).distribution_spec
         self.model = model.to(self.config.comm.device)
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        """The output without its tag, which must say what its kind says."""
+        expected = SYSTEM if self.spec.output_kinds[name] is OutputKind.PER_GRAPH else OWNED
+        found = getattr(value, "rows", None)
+        if found is not expected:
+            raise MissingHandler(
+                f"the model's {name} should have {expected} rows, but they are {found}: it was reduced or built in a way that "
+                f"is not known to be right on a share of the atoms.\n"
+                f"Sum per-atom values through data['batch'], and make per-atom values from per-atom values."
+            )
+        return plain(value)
 
     @property
     def contract(self) -> Model:
@@ -57,13 +70,13 @@ class DistributedModel(nn.Module):
     def prepare(self, batch: ShardedBatch) -> dict[str, Tensor]:
         """Check this rank's atoms, find their edges and ghosts, and tag every field of the data contract."""
         comm = batch.comm
-        if comm is not self.config.comm:
+        if (comm.group, comm.device) != (self.config.comm.group, self.config.comm.device):
             raise SpecError("the batch was shared out over other ranks than this model's: use one DomainConfig for both.")
         with comm.agreement():
             check_positions(batch.positions, batch.ids)
             check_elements(batch.atomic_numbers.tolist(), self.contract.elements, batch.ids.tolist())
         routing, edge_index, shifts = find_strategy(self.config.strategy).connect(
-            batch.positions, batch.batch, batch.cell, batch.pbc, self.contract.cutoff * self.spec.policy.depth, comm
+            batch.positions, batch.batch, batch.cell, batch.pbc, self.contract.cutoff, comm
         )
         shard = Shard(self.spec, routing.to(comm.device), len(batch.cell), OWNED_LAYOUT)
 
@@ -90,7 +103,7 @@ class DistributedModel(nn.Module):
             )
         missing = torch.tensor([why is not None for why in batch.why_no_stress()])
         asked = [name for name in outputs if name != "stress" or not missing.all()]
-        results = {name: plain(value) for name, value in self.model(data, asked).items()}
+        results = {name: self._whole(name, value) for name, value in self.model(data, asked).items()}
         if "stress" in results and missing.any():
             results["stress"] = results["stress"].masked_fill(missing.to(results["stress"].device)[:, None, None], 0)
         return results

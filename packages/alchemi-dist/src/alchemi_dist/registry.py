@@ -7,7 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any, Protocol
 
 from alchemi_shardtensor import Comm, Edges
-from alchemi_spec import InputError
+from alchemi_spec import AlchemiError, InputError
 from torch import Tensor, nn
 
 
@@ -79,7 +79,12 @@ def _build(name: str, trust_pickle: bool) -> nn.Module:
     if first in known("alchemi.models"):
         loader = _entry("alchemi.models", first)
         options = {"trust_pickle": trust_pickle} if "trust_pickle" in inspect.signature(loader).parameters else {}
-        return loader(*([argument] if argument else []), **options)  # type: ignore[no-any-return]
+        try:
+            return loader(*([argument] if argument else []), **options)  # type: ignore[no-any-return]
+        except (TypeError, ValueError) as error:
+            if isinstance(error, AlchemiError):
+                raise
+            raise InputError(f"the model {name!r} cannot be made: {error}") from error
     if not argument:
         raise InputError(
             f"there is no model {name!r}: installed are {', '.join(known('alchemi.models'))}; your own is module:factory."

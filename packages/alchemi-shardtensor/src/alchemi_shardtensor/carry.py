@@ -1,17 +1,36 @@
-"""How tags are carried by the operations that no handler takes: plain torch, and dim 0 is still what it was, or it is not."""
+"""How tags are carried by the operations that no handler takes: plain torch, and where the rows are in its result."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from alchemi_spec import MissingHandler
 from torch import Tensor
 
-from alchemi_shardtensor.tensor import EDGE, OWNED, PADDED, SYSTEM, Ends, Rows, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.arguments import bind
+from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Ends, Shard, ShardTensor, tag_in_place
 
-SHARE = (OWNED, PADDED, EDGE)
+SHARE = (OWNED, PADDED, EDGE, LOST)
 """Rows of which each rank holds its share only."""
-_ONE_ROW_PER_INDEX = frozenset({"__getitem__", "index_select", "embedding", "one_hot"})
+REDUCTIONS = frozenset(
+    "sum mean nansum nanmean prod any all amax amin max min argmax argmin aminmax std var std_mean var_mean norm "
+    "linalg_vector_norm linalg_norm logsumexp median nanmedian mode count_nonzero".split()
+)
+"""Operations that take dimensions away."""
+_VALUES_MOVE = frozenset(
+    "__getitem__ __iter__ select narrow index_select gather take_along_dim masked_select view reshape flatten unflatten "
+    "expand expand_as broadcast_to unsqueeze squeeze transpose swapaxes swapdims movedim moveaxis permute t T mT "
+    "to type long int cpu cuda contiguous clone detach repeat repeat_interleave tile cat stack concat split chunk unbind "
+    "flip roll sort unique unique_consecutive where requires_grad_ copy_".split()
+)
+"""Operations whose integer results are still values of their integer arguments, so that an index still points."""
 _SAME_PLACES = frozenset({"to", "contiguous", "clone", "long", "int", "detach", "cuda", "cpu", "requires_grad_"})
+_CONTRACTIONS = frozenset(
+    "einsum matmul mm bmm mv dot vdot inner outer linear bilinear tensordot __matmul__ __rmatmul__ cdist".split()
+)
+"""Operations that sum over a dim that two tensors share, or pair all rows with all."""
+_FIRST_ONLY = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
+"""What other arguments lend is a type or a shape."""
 
 
 def carry(
@@ -22,23 +41,45 @@ def carry(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Tag what an unhandled operation returned: rows where dim 0 is still a source's, a target where it still indexes."""
-    if type(result) in (tuple, list):
-        return type(result)(carry(op, r, shard, sources, args, kwargs) for r in result)
+    """Tag what an unhandled operation returned: its rows, where they are, and what it still points at."""
+    if isinstance(result, (tuple, list)):
+        parts = [carry(op, part, shard, sources, args, kwargs) for part in result]
+        if type(result) not in (tuple, list):  # values and positions: only the values can point at anything
+            parts[1:] = [_point_no_more(part) for part in parts[1:]]
+        return type(result)(parts)
     if not isinstance(result, Tensor):
         return result
-    name = getattr(op, "__name__", "")  # a scripted module's method has none; its results are tagged by their rows
+    name = getattr(op, "__name__", "")  # a scripted module's method has none
     if name == "__get__":
         name = op.__self__.__name__  # type: ignore[attr-defined]
+    if name.startswith("new_"):
+        return result
     in_place = name.endswith("_") and not name.endswith("__")
     if not in_place and any(result is a for a in args):
         return result
-    rows = _rows(name, result, sources, args, kwargs)
+    name = name.rstrip("_") if in_place else name
+    if name in _FIRST_ONLY:
+        sources = [s for s in sources if s is args[0]]
     countable = not result.is_floating_point() and result.dtype != torch.bool
-    found = [s for s in sources if s.points_at] if countable else []
-    if found:
-        return tag_in_place(result, shard, rows, found[0].points_at, _end(name, found))
-    return result if rows is None else tag_in_place(result, shard, rows)
+    found = [s for s in sources if s.points_at] if countable and name in _VALUES_MOVE else []
+    target, end = (found[0].points_at, _end(name, found)) if found else (None, None)
+    shares = [s for s in sources if s.rows in SHARE and s.ndim]
+    if shares:
+        dims = {_row_dim(name, result, s, args, kwargs) for s in shares}
+        dim = dims.pop() if len(dims) == 1 else None
+        if dim is None and name in _CONTRACTIONS:
+            raise MissingHandler(
+                f"{name} contracts over this rank's rows only: {', '.join(str(tuple(s.shape)) for s in shares)}.\n"
+                f"Multiply row-wise and reduce through the batch index, or register a handler for this form."
+            )
+        lost = dim is None or shares[0].rows is LOST
+        return tag_in_place(result, shard, LOST if lost else shares[0].rows, target, end, dim or 0)
+    rows = SYSTEM if any(s.rows is SYSTEM for s in sources) else None
+    return tag_in_place(result, shard, rows, target, end) if rows or target else result
+
+
+def _point_no_more(part: Any) -> Any:
+    return tag_in_place(part, part.shard, part.rows, row_dim=part.row_dim) if isinstance(part, ShardTensor) else part
 
 
 def _end(name: str, found: list[ShardTensor]) -> Ends:
@@ -49,17 +90,23 @@ def _end(name: str, found: list[ShardTensor]) -> Ends:
     return end
 
 
-def _rows(name: str, result: Tensor, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rows | None:
-    shares = [s for s in sources if s.rows in SHARE and s.ndim]
-    if not shares:
-        return SYSTEM if any(s.rows is SYSTEM for s in sources) else None
-    if not result.ndim or (name in _MOVES and _MOVES[name](*args, **kwargs)):
-        return None
-    width = 0 if name in _ONE_ROW_PER_INDEX else min(result.ndim, max(t.ndim for t in _tensors((*args, *kwargs.values()))))
-    return next((s.rows for s in shares if s.ndim >= width and s.shape[0] == result.shape[0]), None)
+def _row_dim(name: str, result: Tensor, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Which dim of the result enumerates the source's rows, or None if none does."""
+    if name in _MOVES:
+        try:
+            return _MOVES[name](source, *args, **kwargs)
+        except (TypeError, KeyError):  # a call form that is not listed
+            return None
+    r = source.row_dim
+    if name in REDUCTIONS and sum(1 for _ in _tensors((*args, *kwargs.values()))) == 1:  # torch.max(x, y) is elementwise
+        return _reduced(source, bind(name, args, kwargs))
+    widest = max((t.ndim for t in _tensors((*args, *kwargs.values()))), default=0)
+    aligned = r + result.ndim - source.ndim if widest == result.ndim else r  # broadcasting aligns the last dims
+    fits = 0 <= aligned < result.ndim and result.shape[aligned] == source.shape[r]
+    return aligned if fits else None
 
 
-def _tensors(args: Any) -> Iterator[Tensor]:
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     for a in args:
         if isinstance(a, Tensor):
             yield a
@@ -67,53 +114,198 @@ def _tensors(args: Any) -> Iterator[Tensor]:
             yield from _tensors(a)
 
 
-def _swaps_first(x: Tensor, dim0: int, dim1: int) -> bool:
-    return 0 in (dim0 % x.ndim, dim1 % x.ndim)
+def _reduced(s: ShardTensor, named: dict[str, Any]) -> int | None:
+    """The rows after a reduction over other dims."""
+    dim = named.get("dim")
+    dims = {d % s.ndim for d in (dim if isinstance(dim, (tuple, list)) else range(s.ndim) if dim is None else (dim,))}
+    if s.row_dim in dims:
+        return None
+    return s.row_dim if named.get("keepdim") else s.row_dim - sum(d < s.row_dim for d in dims)
 
 
-def _prepends(x: Tensor, *sizes: Any, **_: Any) -> bool:
+def _unsqueezed(s: ShardTensor, x: Any, dim: int = 0) -> int:
+    return s.row_dim + (dim % (s.ndim + 1) <= s.row_dim)
+
+
+def _swapped(s: ShardTensor, x: Tensor, dim0: int, dim1: int) -> int:
+    a, b = dim0 % s.ndim, dim1 % s.ndim
+    return b if s.row_dim == a else a if s.row_dim == b else s.row_dim
+
+
+def _moved(s: ShardTensor, x: Tensor, source: Any, destination: Any) -> int:
+    order = torch.empty([1] * s.row_dim + [2] + [1] * (s.ndim - s.row_dim - 1)).movedim(source, destination)
+    return order.shape.index(2)
+
+
+def _permuted(s: ShardTensor, x: Tensor, *order: Any, dims: Any = None) -> int:
+    given = dims if dims is not None else order[0] if isinstance(order[0], (tuple, list)) else order
+    return [d % s.ndim for d in given].index(s.row_dim)
+
+
+def _transposed(s: ShardTensor, x: Tensor) -> int:
+    return s.ndim - 1 - s.row_dim
+
+
+def _last_two(s: ShardTensor, x: Tensor) -> int:
+    return _swapped(s, x, -1, -2)
+
+
+def _prepended(s: ShardTensor, x: Tensor, *sizes: Any, **_: Any) -> int:
     shape = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-    return len(shape) > x.ndim
+    return s.row_dim + len(shape) - s.ndim
 
 
-def _permutes(x: Tensor, *dims: Any, **named: Any) -> bool:
-    order = named.get("dims", dims[0] if dims and isinstance(dims[0], (tuple, list)) else dims)
-    return bool(order[0] % x.ndim)
+def _selected(s: ShardTensor, x: Tensor, dim: int, index: Any) -> int | None:
+    d = dim % s.ndim
+    return None if d == s.row_dim else s.row_dim - (d < s.row_dim)
 
 
-def _einsum_moves(equation: str, *operands: Any) -> bool:
-    inputs, _, output = equation.replace(" ", "").partition("->")
+def _index_selected(s: ShardTensor, input: Tensor, dim: int, index: Tensor) -> int:
+    return dim % input.ndim if s is index else s.row_dim
+
+
+def _flattened(s: ShardTensor, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> int:
+    start, end = start_dim % s.ndim, end_dim % s.ndim
+    return s.row_dim if s.row_dim <= start else start if s.row_dim <= end else s.row_dim - (end - start)
+
+
+def _viewed(s: ShardTensor, x: Tensor, *sizes: Any, **named: Any) -> int | None:
+    """Rows stay where they are while what stands before them does; merged with what follows, each is still a share."""
+    given = named.get("shape", named.get("size", sizes[0] if len(sizes) == 1 else sizes))
+    if isinstance(given, torch.dtype):
+        return s.row_dim
+    shape = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    r = s.row_dim
+    same_before = len(shape) > r and all(a in (b, -1) for a, b in zip(shape[:r], s.shape[:r], strict=True))
+    return r if same_before and shape[r] in (-1, s.shape[r]) else None
+
+
+def _concatenated(s: ShardTensor, tensors: Any, dim: int = 0) -> int:
+    return s.row_dim
+
+
+def _einsummed(s: ShardTensor, equation: str, *operands: Any) -> int | None:
+    inputs, _, output = equation.replace(" ", "").replace("...", "").partition("->")
     listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    firsts = {t[0] for t, x in zip(inputs.split(","), listed, strict=True) if getattr(x, "rows", None) in SHARE}
-    return firsts != {output[:1]}
+    terms = [t for t, x in zip(inputs.split(","), listed, strict=True) if x is s]
+    found = output.find(terms[0][s.row_dim])
+    return found if found >= 0 else None
 
 
-def _new_first(x: Any, dim: int = 0) -> bool:
-    return dim in (0, -1 - (x if isinstance(x, Tensor) else x[0]).ndim)
+def _linear(s: ShardTensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int | None:
+    return s.row_dim if s is input and s.row_dim < s.ndim - 1 else None
 
 
-_MOVES: dict[str, Callable[..., bool]] = {
-    "unsqueeze": _new_first,
-    "unsqueeze_": _new_first,
-    "stack": _new_first,
-    "transpose": _swaps_first,
-    "transpose_": _swaps_first,
-    "swapaxes": _swaps_first,
-    "swapdims": _swaps_first,
-    "movedim": _swaps_first,
-    "moveaxis": _swaps_first,
-    "permute": _permutes,
-    "expand": _prepends,
-    "broadcast_to": _prepends,
-    "repeat": _prepends,
-    "tile": _prepends,
-    "einsum": _einsum_moves,
-    "__getitem__": lambda x, i: i is None or (isinstance(i, tuple) and bool(i) and i[0] is None),
-    "t": lambda x: True,
-    "T": lambda x: True,
-    "H": lambda x: True,
-    "mT": lambda x: x.ndim == 2,
-    "mH": lambda x: x.ndim == 2,
-    "adjoint": lambda x: x.ndim == 2,
+def _multiplied(s: ShardTensor, a: Tensor, b: Tensor) -> int | None:
+    """Rows that are not contracted: of a in front of its last dim, of b in its last or before its last two."""
+    ndim = max(a.ndim, b.ndim) - (a.ndim == 1) - (b.ndim == 1)
+    if a is b or (s is a and s.row_dim == a.ndim - 1):
+        return None
+    if s is a:
+        return ndim - a.ndim + s.row_dim + (b.ndim == 1)
+    from_end = b.ndim - s.row_dim
+    return None if b.ndim == 1 or from_end == 2 else ndim - from_end
+
+
+def _tensordotted(s: ShardTensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> int | None:
+    """Of a what is left, then of b what is left."""
+    in_a, in_b = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
+    gone_a, gone_b = ({d % t.ndim for d in ([ds] if isinstance(ds, int) else ds)} for t, ds in ((a, in_a), (b, in_b)))
+    gone, before = (gone_a, 0) if s is a else (gone_b, a.ndim - len(gone_a))
+    return None if a is b or s.row_dim in gone else before + s.row_dim - sum(d < s.row_dim for d in gone)
+
+
+def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
+    """Which dim of x[index] enumerates the rows of `s`, which is x itself or one of the indices.
+
+    The tensors and lists of an index become one block of dims where the first of them stands, or in front of all if a
+    slice is between them.
+    """
+    parts = _without_ellipsis(x, index)
+    block_ndim = max((_ndim(p) for p in parts if _is_advanced(p)), default=0)
+    done = place = 0  # dims of the result and of x so far
+    block: int | None = None
+    last = row = inside = None
+    for number, p in enumerate(parts):
+        wide = p.ndim if _is_mask(p) else p is not None
+        if _is_advanced(p):
+            block = done if block is None else block if last == number - 1 else 0
+            last = number
+            if s is p:
+                inside = block_ndim - _ndim(p) + s.row_dim
+            elif s is x and place <= s.row_dim < place + wide:
+                inside = 0
+        elif s is x and isinstance(p, slice) and place == s.row_dim:
+            row = done
+        done += p is None or isinstance(p, slice)
+        place += wide
+    if row is not None:
+        return row + (block_ndim if block is not None and block <= row else 0)
+    return None if inside is None or block is None else block + inside
+
+
+def _without_ellipsis(x: Tensor, index: Any) -> list[Any]:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    used = sum(p.ndim if _is_mask(p) else p is not None and p is not Ellipsis for p in parts)
+    at = next((i for i, p in enumerate(parts) if p is Ellipsis), len(parts))
+    return [*parts[:at], *[slice(None)] * (x.ndim - used), *parts[at + 1 :]]
+
+
+def _is_mask(p: Any) -> bool:
+    return isinstance(p, Tensor) and p.dtype == torch.bool
+
+
+def _is_advanced(p: Any) -> bool:
+    return isinstance(p, (Tensor, list))
+
+
+def _ndim(p: Any) -> int:
+    return p.ndim if isinstance(p, Tensor) and p.dtype != torch.bool else 1
+
+
+_MOVES: dict[str, Callable[..., int | None]] = {
+    "unsqueeze": _unsqueezed,
+    "stack": _unsqueezed,
+    "transpose": _swapped,
+    "swapaxes": _swapped,
+    "swapdims": _swapped,
+    "movedim": _moved,
+    "moveaxis": _moved,
+    "permute": _permuted,
+    "t": _transposed,
+    "T": _transposed,
+    "H": _transposed,
+    "mT": _last_two,
+    "mH": _last_two,
+    "adjoint": _last_two,
+    "expand": _prepended,
+    "broadcast_to": _prepended,
+    "repeat": _prepended,
+    "tile": _prepended,
+    "select": _selected,
+    "index_select": _index_selected,
+    "embedding": lambda s, index, weight, *_, **__: s.row_dim if s is index else None,
+    "one_hot": lambda s, *_, **__: s.row_dim,
+    "flatten": _flattened,
+    "view": _viewed,
+    "reshape": _viewed,
+    "cat": _concatenated,
+    "concat": _concatenated,
+    "split": lambda s, *_, **__: s.row_dim,
+    "chunk": lambda s, *_, **__: s.row_dim,
+    "repeat_interleave": lambda s, *_, **__: s.row_dim,
+    "narrow": lambda s, *_, **__: s.row_dim,
+    "einsum": _einsummed,
+    "linear": _linear,
+    "matmul": _multiplied,
+    "mm": _multiplied,
+    "bmm": _multiplied,
+    "tensordot": _tensordotted,
+    "mv": _multiplied,
+    "dot": _multiplied,
+    "__matmul__": _multiplied,
+    "__rmatmul__": lambda s, b, a: _multiplied(s, a, b),
+    **dict.fromkeys(("vdot", "inner", "outer", "bilinear", "cdist"), lambda *_: None),
+    "__getitem__": indexed,
 }
-"""Whether dim 0 of the result is not dim 0 of the argument any more, though it may have the same length."""
+"""Where each operation puts the rows of one of its arguments."""

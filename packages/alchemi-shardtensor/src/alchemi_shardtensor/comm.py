@@ -67,7 +67,7 @@ class Comm:
         if self.group is None:
             return t.clone()
         wire = self._outbound(t)
-        wire = wire.clone(memory_format=torch.contiguous_format) if wire is t else wire
+        wire = wire.clone() if wire.data_ptr() == t.data_ptr() else wire  # it is overwritten
         dist.all_reduce(wire, op, group=self.group)
         return self._inbound(wire, t)
 

@@ -35,10 +35,10 @@ class RankPool:
         """Prepare `size` ranks on `device`; they start at the first call. `preload`: modules to import before forking."""
         if size < 1:
             raise ValueError(f"a pool has at least one rank, not {size}")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device on this machine: use 'cpu'")
+        _require(device)
         self.size, self.device, self.preload = size, device, tuple(preload)
         self._workers: list[tuple[Any, Connection]] = []
+        self._busy = False
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def run(
@@ -105,8 +105,11 @@ class RankPool:
         ranks = self.size if ranks is None else ranks
         if not 1 <= ranks <= self.size:
             raise ValueError(f"this pool has {self.size} ranks, not {ranks}")
+        if self._busy:
+            raise RuntimeError("this pool is still streaming: exhaust or close the stream first, or use another pool")
         if not self._workers:
             self._start()
+        self._busy = True
         job = cloudpickle.dumps((ranks, function, args, kwargs))
         waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         try:
@@ -114,6 +117,7 @@ class RankPool:
                 connection.send_bytes(job)
             yield from self._answers(waiting, ranks, timeout)
         finally:
+            self._busy = False
             if waiting or any(not process.is_alive() for process, _ in self._workers):
                 self._stop(wait_s=0.0)
 
@@ -149,17 +153,29 @@ class RankPool:
         except (EOFError, ConnectionResetError):
             self._workers[rank][0].join(1.0)
             code = self._workers[rank][0].exitcode
-            return "error", RankFailure(f"rank {rank} of {ranks} died with exit code {code}")
+            hint = "; a script that makes a pool needs `if __name__ == '__main__':` around it" if code == 1 else ""
+            return "error", RankFailure(f"rank {rank} of {ranks} died with exit code {code}{hint}")
         return kind, value
 
 
 def comm_from_environment(device: Literal["cpu", "cuda"] = "cpu") -> Comm:
-    """The ranks that torchrun (RANK, WORLD_SIZE, ...) started, or a world of one without it."""
+    """The ranks that torchrun (RANK, WORLD_SIZE, ...) started, or a world of one without it.
+
+    Raises:
+        ValueError: for CUDA where there is none.
+
+    """
+    _require(device)
     if "WORLD_SIZE" not in os.environ:
         return Comm(None, torch.device(device))
     if not dist.is_initialized():
         dist.init_process_group(_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     return Comm(dist.group.WORLD, _device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+
+
+def _require(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch finds no CUDA device on this machine: use 'cpu'")
 
 
 def _backend(device: str, local_ranks: int) -> str:
@@ -201,7 +217,10 @@ def _serve(rank: int, size: int, kind: str, store: str, connection: Connection) 
             answer = cloudpickle.dumps(("result", result))
         except Exception as error:
             answer = cloudpickle.dumps(("error", _noted(error, rank, size)))
-        connection.send_bytes(answer)
+        try:
+            connection.send_bytes(answer)
+        except OSError:  # nobody waits for it any more
+            return
 
 
 def _send_items(items: Iterator[Any], connection: Connection | None) -> None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from alchemi_shardtensor.arguments import bind
 from alchemi_shardtensor.carry import carry
 from alchemi_shardtensor.tensor import End, PointsAt, Rows, Shard, ShardTensor, tag_in_place
 
@@ -45,50 +46,12 @@ class HandlerTable:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
         rules = self._of.get(op)
         if rules is not None:
-            named = bind(op, args, kwargs)
+            named = bind(op.__name__, args, kwargs)
             for rule in rules:
                 if rule.when(shard, named):
                     result = rule.handler(shard, op, **named)
                     return result if rule.rows is None else tag_in_place(result, shard, rule.rows)
         return carry(op, op(*args, **kwargs), shard, sources, args, kwargs)
-
-
-_GATHER = ("input", "dim", "index")
-_SCATTER = ("input", "dim", "index", "src", "reduce")
-_NAMES: dict[str, tuple[str, ...]] = {
-    "__getitem__": ("input", "index"),
-    "__iter__": ("input",),
-    "index_select": _GATHER,
-    "gather": _GATHER,
-    "select": _GATHER,
-    "index_add": _SCATTER[:4],
-    "scatter_add": _SCATTER[:4],
-    "scatter_reduce": _SCATTER,
-    "unbind": ("input", "dim"),
-    "stack": ("tensors", "dim"),
-    "flip": ("input", "dims"),
-    "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
-    "backward": ("input", "gradient", "retain_graph", "create_graph", "inputs"),
-    "matmul": ("input", "other"),
-    "mm": ("input", "other"),
-    "__matmul__": ("input", "other"),
-    "__rmatmul__": ("other", "input"),
-}
-_REDUCE = ("input", "dim", "keepdim")
-_ALIASES = {"source": "src", "axis": "dim", "mat2": "other", "tensor": "other", "keepdims": "keepdim"}
-
-
-def bind(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by one set of names, whatever the form of the call."""
-    name = op.__name__
-    if name in ("view", "reshape"):
-        return {"input": args[0], "shape": kwargs.get("shape", kwargs.get("size", args[1:]))}
-    names = _NAMES.get(name if name.endswith("__") else name.rstrip("_"), _REDUCE)
-    if len(args) > len(names):
-        raise TypeError(f"{name} takes at most {len(names)} positional arguments here, {len(args)} were given")
-    named = dict(zip(names, args, strict=False))
-    named.update((_ALIASES.get(k, k), v) for k, v in kwargs.items())
-    return named
 
 
 def points_at(target: PointsAt, end: End | None = None) -> Predicate:

@@ -1,9 +1,10 @@
 """ShardTensor: a torch.Tensor that knows what its rows are and what its values point at."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from alchemi_spec import DistributionSpec
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Rows(StrEnum):
-    """What dim 0 of a tensor enumerates."""
+    """What dim 0 of a tensor (or `row_dim`, where an operation has moved it) enumerates."""
 
     OWNED = "owned"
     """This rank's atoms."""
@@ -27,6 +28,8 @@ class Rows(StrEnum):
     """The edges whose receivers this rank owns."""
     SYSTEM = "system"
     """The structures of the batch, or any other value that is the same on every rank."""
+    LOST = "lost"
+    """Made of this rank's share, but no dim enumerates it any more: not to be reduced."""
 
 
 class PointsAt(StrEnum):
@@ -45,7 +48,7 @@ class End(StrEnum):
     RECEIVER = "receiver"
 
 
-OWNED, PADDED, EDGE, SYSTEM = Rows
+OWNED, PADDED, EDGE, SYSTEM, LOST = Rows
 NODES, SYSTEMS = PointsAt
 SENDER, RECEIVER = End
 BOTH = (SENDER, RECEIVER)
@@ -94,21 +97,7 @@ class ShardTensor(Tensor):
     rows: Rows | None = None
     points_at: PointsAt | None = None
     end: Ends = None
-
-    @classmethod
-    def wrap(
-        cls,
-        t: Tensor,
-        *,
-        spec: DistributionSpec,
-        meta: Routing,
-        config: "HandlerTable",
-        n_systems: int = 1,
-        rows: Rows | None = None,
-        points_at: PointsAt | None = None,
-    ) -> Self:
-        """Tag `t` as part of a new shard. For several tensors of one shard: make a `Shard` and `tag` each."""
-        return tag(t, Shard(spec, meta, n_systems, config), rows, points_at)  # type: ignore[return-value]
+    row_dim: int = 0
 
     @classmethod
     def __torch_function__(
@@ -123,6 +112,10 @@ class ShardTensor(Tensor):
             shard = sources[0].shard
             return shard.table.dispatch(func, shard, sources, args, kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """Copy the values: a shard belongs to one process."""
+        return copy.deepcopy(self.detach().as_subclass(Tensor), memo)
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         """Pickle the values: a shard belongs to one process."""
         return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
@@ -134,12 +127,17 @@ def tag(t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt |
 
 
 def tag_in_place(
-    t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: Ends = None
+    t: Tensor,
+    shard: Shard,
+    rows: Rows | None = None,
+    points_at: PointsAt | None = None,
+    end: Ends = None,
+    row_dim: int = 0,
 ) -> ShardTensor:
     """Tag the very object, so that an in-place operation whose result is dropped leaves a tagged accumulator."""
     if type(t) is not ShardTensor:
         t.__class__ = ShardTensor
-    t.shard, t.rows, t.points_at, t.end = shard, rows, points_at, end  # type: ignore[attr-defined]
+    t.shard, t.rows, t.points_at, t.end, t.row_dim = shard, rows, points_at, end, row_dim  # type: ignore[attr-defined]
     return t  # type: ignore[return-value]
 
 

@@ -16,10 +16,8 @@ from alchemi_spec.spec import (
     SPEC_LJ_HALO,
     SPEC_MPNN_HALO,
     DistributionSpec,
-    GatherRule,
     HaloStoragePolicy,
     OutputKind,
-    ScatterRule,
 )
 
 __all__ = [
@@ -29,7 +27,6 @@ __all__ = [
     "AlchemiError",
     "DistributionSpec",
     "Field",
-    "GatherRule",
     "HaloStoragePolicy",
     "InputError",
     "InvalidCell",
@@ -39,7 +36,6 @@ __all__ = [
     "NonFinitePosition",
     "OutputKind",
     "RankFailure",
-    "ScatterRule",
     "SpecError",
     "UnsupportedElement",
     "UntrustedPickle",

@@ -56,6 +56,8 @@ class Model(Protocol):
     """The longest edge, in Å."""
     elements: frozenset[int] | None
     """The atomic numbers that the model knows, or None for all."""
+    dtype: Any
+    """The torch.dtype of the model's arithmetic; `.to(dtype)` changes it."""
     distribution_spec: DistributionSpec
     """How the model may be spread over ranks; for a message-passing model, `SPEC_MPNN_HALO`."""
 

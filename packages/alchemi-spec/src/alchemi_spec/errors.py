@@ -10,7 +10,7 @@
     ├── UntrustedPickle (RuntimeError)  a file that would run code when loaded
     └── RankFailure (RuntimeError)    a rank failed, died or no longer answers
 
-All are raised on every rank with one message; all survive pickling.
+Input, specification and loading errors are raised on every rank with one message; all survive pickling.
 """
 
 

@@ -5,7 +5,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from alchemi_spec.errors import SpecError
 
@@ -17,35 +17,19 @@ class OutputKind(StrEnum):
     PER_GRAPH = "per_graph"
 
 
-class ScatterRule(StrEnum):
-    """What a scatter through an index that points at atoms does: `local` where the index names receivers, whose edges
-    are all here; the ghosts' share is folded into their owners where it names senders.
-    """
-
-    LOCAL = "local"
-
-
-class GatherRule(StrEnum):
-    """What a gather through an index that points at atoms does: `halo_read` brings exactly the ghost rows, then indexes."""
-
-    HALO_READ = "halo_read"
-
-
 class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_enum_values=False)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class HaloStoragePolicy(_Value):
     """Partition by space: each rank owns the atoms of a region and reads those within reach of it.
 
-    `layout="owned"`: the model sees owned rows only. `depth`: how many cutoffs away the model reads in one gather.
+    `layout="owned"`: the model sees owned rows only. A gather through senders brings exactly the ghost rows it reads; a
+    scatter to receivers is local.
     """
 
     kind: Literal["halo"] = "halo"
     layout: Literal["owned"] = "owned"
-    scatter: ScatterRule = ScatterRule.LOCAL
-    gather: GatherRule = GatherRule.HALO_READ
-    depth: int = Field(default=1, ge=1)
 
 
 class DistributionSpec(_Value):

@@ -10,7 +10,7 @@ from torch import Tensor
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import SYSTEM, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import LOST, SYSTEM, Shard, ShardTensor, tag_in_place
 
 
 @handles(torch.autograd.grad, when=lambda shard, named: True)
@@ -49,10 +49,10 @@ def _is_share(x: Tensor) -> bool:
 
 def _seed(shard: Shard, output: Tensor, seed: Tensor | None) -> Tensor | None:
     rows = getattr(output, "rows", None)
-    if rows is None:
+    if rows is None or rows is LOST:
         raise MissingHandler(
-            f"grad of an output of shape {tuple(output.shape)} that has lost its tag (TorchScript returns plain tensors): "
-            f"it may be one rank's share or the whole.\nSum per-atom values through the batch index outside the script."
+            f"grad of an output of shape {tuple(output.shape)} of which it is not known whether it is one rank's share or the "
+            f"whole (TorchScript returns plain tensors).\nSum per-atom values through the batch index outside the script."
         )
     if rows is not SYSTEM:
         return seed
@@ -69,19 +69,18 @@ def _whole(shard: Shard, x: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _check_replicated(shard: Shard, inputs: list[Tensor]) -> None:
-    """Untagged inputs must have one shape on all ranks. Asked once for each number of them: later shapes are compared."""
+    """Untagged inputs must have one shape on all ranks. Asked once for each list of ndims, which ranks have in common."""
     shapes = [tuple(x.shape) for x in inputs if not isinstance(x, ShardTensor)]
-    agreed = shard.seen.get(("replicated", len(shapes)))
-    if agreed is None:
-        everywhere = shard.comm.gather_objects(shapes) if shapes else [shapes]
-        if any(other != shapes for other in everywhere):
-            raise MissingHandler(
-                f"grad with respect to untagged tensors whose shapes differ between ranks: {everywhere}.\n"
-                f"Tag them with what their rows are: tag(x, shard, rows=OWNED)."
-            )
-        shard.seen["replicated", len(shapes)] = shapes
-    elif agreed != shapes:
-        raise MissingHandler(f"grad with respect to untagged tensors of shapes {shapes}, which were {agreed} before.")
+    key = "replicated", tuple(map(len, shapes))
+    if not shapes or shard.seen.get(key) == shapes:
+        return
+    everywhere = shard.comm.gather_objects(shapes)
+    if any(other != shapes for other in everywhere):
+        raise MissingHandler(
+            f"grad with respect to untagged tensors whose shapes differ between ranks: {everywhere}.\n"
+            f"Tag them with what their rows are: tag(x, shard, rows=OWNED)."
+        )
+    shard.seen[key] = shapes
 
 
 @handles(Tensor.backward, torch.autograd.backward, when=lambda shard, named: True)

@@ -27,7 +27,7 @@ def view_of_no_rows(shard: Shard, op: Any, input: Tensor, shape: Any) -> Tensor:
 
 
 def _sizes(shape: Any) -> tuple[Any, ...]:
-    return tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else tuple(shape)
+    return tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
 
 
 RULES: list[Rule] = [view_of_no_rows]

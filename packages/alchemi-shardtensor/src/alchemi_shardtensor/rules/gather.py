@@ -6,8 +6,9 @@ import torch
 from alchemi_spec import MissingHandler
 from torch import Tensor
 
+from alchemi_shardtensor.carry import indexed
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
-from alchemi_shardtensor.tensor import EDGE, NODES, PADDED, RECEIVER, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import EDGE, LOST, NODES, PADDED, RECEIVER, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
 
 _SELECTS = (Tensor.index_select, torch.index_select)
 _GATHERS = (Tensor.gather, torch.gather)
@@ -22,7 +23,8 @@ def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> 
     """edge_index (2, E) -> senders or receivers (E,), or some edges (2, E'), or its rows in another order."""
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     if isinstance(head, int):
-        return _row(input, head)[rest] if rest else _row(input, head)
+        row = _row(input, head)
+        return tag_in_place(row[rest], shard, EDGE, NODES, row.end) if rest else row
     if isinstance(head, list):
         ends: Ends = tuple(_ends(input)[i] for i in head)
     else:
@@ -74,13 +76,13 @@ def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
 def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Node rows (n_owned, *F), index (E,) -> (E, *F)."""
     parts = index if isinstance(index, tuple) else (index,)
-    if any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
+    first = parts[0]
+    if not isinstance(first, ShardTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
         raise MissingHandler(
             f"x[..., index] with an index that points at atoms, beyond dim 0 of x {tuple(input.shape)}.\n"
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
-    rows = reachable(shard, input, parts[0])
-    return _gathered(shard, rows[index], input, parts[0])
+    return _gathered(shard, reachable(shard, input, first)[index], input, first, indexed(first, input, index))
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(NODES))
@@ -91,31 +93,35 @@ def select_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **r
             f"{op.__name__} along dim {dim} with an index that points at atoms.\n"
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
-    return _gathered(shard, op(reachable(shard, input, index), dim, index, **rest), input, index)
+    return _gathered(shard, op(reachable(shard, input, index), dim, index, **rest), input, index, index.row_dim)
 
 
 @handles(Tensor.__getitem__, when=points_at(SYSTEMS))
 def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-system values (B, *F), batch (N,) -> (N, *F)."""
-    return _gathered(shard, input[index], input, next(i for i in indices(index) if i.points_at is SYSTEMS))
+    batch = next(i for i in indices(index) if getattr(i, "points_at", None) is SYSTEMS)
+    return _gathered(shard, input[index], input, batch, indexed(batch, input, index))
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(SYSTEMS))
 def select_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **rest: Any) -> Tensor:
     """Per-system values (B, *F), batch (N,) -> (N, *F)."""
-    return _gathered(shard, op(input, dim, index, **rest), input, index)
+    place = index.row_dim if op in _GATHERS else dim % max(input.ndim, 1)
+    return _gathered(shard, op(input, dim, index, **rest), input, index, place)
 
 
-def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor) -> Tensor:
+def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, row_dim: int | None) -> Tensor:
     """Rows are the index's; what the source pointed at, its rows still point at."""
-    return tag_in_place(result, shard, index.rows, getattr(source, "points_at", None), getattr(source, "end", None))
+    rows = LOST if row_dim is None and index.rows else index.rows
+    target, end = getattr(source, "points_at", None), getattr(source, "end", None)
+    return tag_in_place(result, shard, rows, target, end, row_dim or 0)
 
 
 def reachable(shard: Shard, x: Tensor, index: ShardTensor) -> Tensor:
     """The rows that `index` counts: owned ones where it names receivers, [owned | ghost] otherwise."""
     if getattr(x, "rows", None) is PADDED:
         return x
-    if x.shape[:1] != (shard.n_owned,):
+    if x.shape[:1] != (shard.n_owned,) or getattr(x, "row_dim", 0) != 0:
         raise MissingHandler(
             f"an index that points at atoms was used on a tensor of shape {tuple(x.shape)}, "
             f"whose dim 0 is not this rank's {shard.n_owned} atoms.\n"
@@ -123,7 +129,7 @@ def reachable(shard: Shard, x: Tensor, index: ShardTensor) -> Tensor:
         )
     if index.end is RECEIVER:
         return x
-    if x.requires_grad or not isinstance(x, ShardTensor):
+    if x.requires_grad or not isinstance(x, ShardTensor) or x.is_inference():
         return shard.routing.padded(x)
     kept = x.__dict__.get("padded")  # a static input travels once
     if kept is None or kept[0] != x._version:

@@ -3,93 +3,70 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import EDGE, OWNED, PADDED, SYSTEM, Shard, ShardTensor
+from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Shard, ShardTensor
 
-_NAMES = [
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "argmax",
-    "argmin",
-    "prod",
-    "std",
-    "var",
-    "std_mean",
-    "var_mean",
-    "norm",
-    "median",
-    "mode",
-    "nanmean",
-    "nansum",
-    "logsumexp",
-    "cumsum",
-    "cumprod",
-    "sort",
-    "argsort",
-    "topk",
-    "softmax",
-    "log_softmax",
-]
+_NAMES = (
+    "amax amin max min argmax argmin prod std var std_mean var_mean norm median mode nanmean nansum logsumexp aminmax "
+    "count_nonzero cumsum cumprod sort argsort topk softmax log_softmax"
+).split()
 _REFUSED = tuple(getattr(space, n) for n in _NAMES for space in (Tensor, torch) if hasattr(space, n))
 _REFUSED += (torch.linalg.norm, torch.linalg.vector_norm, torch.nn.functional.softmax)
 
 
 def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
     """The reduction runs over dim 0 of a tensor of which each rank holds a share."""
-    x, dim = named["input"], named.get("dim")
-    if not isinstance(x, ShardTensor) or x.rows not in SHARE or x.points_at is not None:
+    x, dim = named.get("input"), named.get("dim")
+    if not isinstance(x, ShardTensor) or x.rows not in SHARE or x.points_at is not None or "other" in named:
         return False
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    return not dims or any(d is None or (isinstance(d, int) and d % x.ndim == 0) for d in dims)
+    return not dims or any(d is None or (isinstance(d, int) and d % max(x.ndim, 1) == x.row_dim) for d in dims)
 
 
 @handles(Tensor.sum, torch.sum, when=over_rows, rows=SYSTEM)
 def sum_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the sum over the atoms or edges of all ranks."""
-    mine = input[: shard.n_owned] if input.rows is PADDED else input
+    if input.rows is LOST:
+        return refuse.handler(shard, op, input)  # type: ignore[no-any-return]
+    mine = input.narrow(input.row_dim, 0, shard.n_owned) if input.rows is PADDED else input
     return sum_over_ranks(op(mine, dim=dim, keepdim=keepdim, **rest), shard.comm)
 
 
 @handles(Tensor.mean, torch.mean, when=over_rows, rows=SYSTEM)
 def mean_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the mean over the atoms or edges of all ranks."""
-    mine = input[: shard.n_owned] if input.rows is PADDED else input
-    total = sum_over_ranks(torch.sum(mine, dim=dim, keepdim=keepdim, **rest), shard.comm)
-    rows = shard.comm.all_reduce(torch.tensor([mine.shape[0]], device=mine.device, dtype=total.dtype))
-    dims = range(mine.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
-    others = torch.Size([mine.shape[d] for d in dims if d % mine.ndim]).numel()
-    return total / (rows[0] * others)
+    wide = torch.promote_types(rest.get("dtype") or input.dtype, torch.float32)
+    total = sum_over_rows.handler(shard, torch.sum, input, dim, keepdim, dtype=wide)
+    n_rows = shard.n_owned if input.rows is PADDED else input.shape[input.row_dim]
+    everyone = shard.comm.all_reduce(torch.tensor([n_rows], device=input.device, dtype=torch.float64))[0]
+    dims = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    others = torch.Size([input.shape[d] for d in dims if d % input.ndim != input.row_dim]).numel()
+    mean: Tensor = total / (everyone * others)
+    return mean.to(rest.get("dtype") or input.dtype)
 
 
 @handles(*_REFUSED, when=over_rows)
 def refuse(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, **rest: Any) -> Tensor:
     """No result on a slice would be the whole's."""
-    share = {OWNED: f"{shard.n_owned} atoms", EDGE: f"{len(input)} edges"}.get(input.rows, "rows")  # type: ignore[arg-type]
+    kind = {OWNED: "atoms", EDGE: "edges"}.get(input.rows, "rows")  # type: ignore[arg-type]
     raise MissingHandler(
-        f"{op.__name__} over dim 0 of a tensor whose rows are this rank's {share} would be one over a slice.\n"
-        f"Reduce through the batch index, or register: @handles(torch.{op.__name__}, when=rows_are({input.rows.name}))."  # type: ignore[union-attr]
+        f"{op.__name__} over this rank's {kind}, {tuple(input.shape)} with the {kind} along dim {input.row_dim}, would be one "
+        f"over a slice.\nReduce through the batch index, or register: @handles(torch.{op.__name__}, when=rows_are(...))."
     )
 
 
-def _contracts_rows(shard: Shard, named: dict[str, Any]) -> bool:
-    other = named["other"]
-    return getattr(other, "rows", None) in SHARE and other.ndim <= 2
+@handles(Tensor.any, torch.any, Tensor.all, torch.all, when=over_rows, rows=SYSTEM)
+def truth_over_rows(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> whether any, or all, of the rows of all ranks are true."""
+    mine = op(input, **how)
+    reduce = dist.ReduceOp.MAX if op.__name__ == "any" else dist.ReduceOp.MIN
+    return shard.comm.all_reduce(mine.to(torch.uint8), reduce).bool()
 
 
-@handles(Tensor.matmul, torch.matmul, Tensor.mm, torch.mm, Tensor.__matmul__, Tensor.__rmatmul__, when=_contracts_rows)
-def refuse_contraction(shard: Shard, op: Any, input: Tensor, other: ShardTensor) -> Tensor:
-    """No contraction over a slice would be the whole's."""
-    raise MissingHandler(
-        f"{op.__name__} of {tuple(input.shape)} with {tuple(other.shape)} contracts over this rank's rows only.\n"
-        f"Multiply row-wise and reduce through the batch index, or register a handler for this form."
-    )
-
-
-RULES: list[Rule] = [sum_over_rows, mean_over_rows, refuse, refuse_contraction]
+RULES: list[Rule] = [sum_over_rows, mean_over_rows, truth_over_rows, refuse]

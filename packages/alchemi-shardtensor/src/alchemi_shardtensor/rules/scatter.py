@@ -7,8 +7,8 @@ from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.routing import sum_over_ranks
-from alchemi_shardtensor.table import Rule, handles, points_at
-from alchemi_shardtensor.tensor import NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard
+from alchemi_shardtensor.table import Rule, handles, indices, points_at
+from alchemi_shardtensor.tensor import NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard, tag_in_place
 
 _IN_PLACE = (Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_)
 _FORMS: dict[Any, Any] = {
@@ -22,28 +22,28 @@ _FORMS: dict[Any, Any] = {
 """Each out-of-place form is its in-place form on a copy."""
 
 
-def per_system(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
+def per_system(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, **how: Any) -> Tensor:
     """Per-atom values (N, *F) -> added to per-system sums (B, *F), the same on every rank.
 
     Added up in float64: a float32 sum over many atoms would depend on how they are shared out.
     """
-    _only_sums(op, *how, **rest)
+    _only_sums(op, **how)
     wide = torch.promote_types(input.dtype, torch.float64) if input.is_floating_point() else input.dtype
-    partial = op(torch.zeros_like(input, dtype=wide), dim, index, src.to(wide), *how, **rest)
+    partial = op(torch.zeros_like(input, dtype=wide), dim, index, src.to(wide), **how)
     return input.add_(sum_over_ranks(partial, shard.comm).to(input.dtype))
 
 
-def to_receivers(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
+def to_receivers(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, **how: Any) -> Tensor:
     """Edge values (E, *F) -> added to owned rows (n_owned, *F). Local: every edge of an owned receiver is here."""
     _only_rows(shard, op, input, dim)
-    return op(input, dim, index, src, *how, **rest)  # type: ignore[no-any-return]
+    return op(input, dim, index, src, **how)  # type: ignore[no-any-return]
 
 
-def to_either_end(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, *how: Any, **rest: Any) -> Tensor:
+def to_either_end(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, **how: Any) -> Tensor:
     """Edge values (E, *F) -> added to owned rows (n_owned, *F), the ghosts' share by their owners."""
     _only_rows(shard, op, input, dim)
-    _only_sums(op, *how, **rest)
-    both = op(input.new_zeros(shard.n_owned + shard.n_ghost, *input.shape[1:]), dim, index, src, *how, **rest)
+    _only_sums(op, **how)
+    both = op(input.new_zeros(shard.n_owned + shard.n_ghost, *input.shape[1:]), dim, index, src, **how)
     return input.add_(shard.routing.folded(both))
 
 
@@ -71,7 +71,36 @@ def _both_forms(handler: Any, when: Any, rows: Any) -> list[Rule]:
     return [handles(*_IN_PLACE, when=when, rows=rows)(handler), handles(*_FORMS, when=when, rows=rows)(on_a_copy)]
 
 
+_WRITES = (
+    *(Tensor.__setitem__, Tensor.index_put_, Tensor.index_put, torch.index_put, Tensor.scatter_, Tensor.scatter, torch.scatter),
+    *(Tensor.index_copy_, Tensor.index_copy, torch.index_copy, Tensor.index_fill_, Tensor.index_fill, torch.index_fill),
+    *(Tensor.index_reduce_, Tensor.index_reduce, torch.index_reduce),
+)
+
+
+def _reaches_others(shard: Shard, named: dict[str, Any]) -> bool:
+    return any(getattr(i, "points_at", None) and i.end is not RECEIVER for i in indices(named.get("index")))
+
+
+@handles(*_WRITES, when=_reaches_others)
+def refuse_writes(shard: Shard, op: Any, **named: Any) -> Tensor:
+    """A write through an index that reaches other ranks' rows would stay on this rank."""
+    raise MissingHandler(
+        f"{op.__name__} through an index that points at other ranks' rows, or at systems that they have atoms of.\n"
+        f"Add with index_add_ or scatter_add_, whose sums are combined over ranks, or register a handler for this form."
+    )
+
+
+@handles(Tensor.bincount, torch.bincount, when=lambda shard, named: getattr(named["input"], "points_at", None) is SYSTEMS)
+def count_per_system(shard: Shard, op: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """Of batch (N,): how many atoms each system has (B,), on all ranks together."""
+    counts = torch.bincount(input, weights, max(minlength, shard.n_systems))
+    return tag_in_place(sum_over_ranks(counts, shard.comm), shard, SYSTEM)
+
+
 RULES: list[Rule] = [
+    refuse_writes,
+    count_per_system,
     *_both_forms(per_system, points_at(SYSTEMS), SYSTEM),
     *_both_forms(to_receivers, points_at(NODES, RECEIVER), OWNED),
     *_both_forms(to_either_end, points_at(NODES), OWNED),

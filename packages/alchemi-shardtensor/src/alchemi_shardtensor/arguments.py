@@ -1,0 +1,50 @@
+"""The arguments of torch's operations under one set of names, whatever the form of the call."""
+
+from typing import Any
+
+_GATHER = ("input", "dim", "index")
+_SCATTER = ("input", "dim", "index", "src", "reduce")
+_WRITE = ("input", "index", "src", "accumulate")
+_NORM = ("input", "ord", "dim", "keepdim")
+_NAMES: dict[str, tuple[str, ...]] = {
+    "__getitem__": ("input", "index"),
+    "__setitem__": _WRITE,
+    "index_put": _WRITE,
+    "index_select": _GATHER,
+    "gather": _GATHER,
+    "select": _GATHER,
+    "index_add": _SCATTER,
+    "index_copy": _SCATTER,
+    "index_fill": _SCATTER,
+    "index_reduce": _SCATTER,
+    "scatter": _SCATTER,
+    "scatter_add": _SCATTER,
+    "scatter_reduce": _SCATTER,
+    "bincount": ("input", "weights", "minlength"),
+    "unbind": ("input", "dim"),
+    "stack": ("tensors", "dim"),
+    "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+    "norm": _NORM,
+    "linalg_norm": _NORM,
+    "linalg_vector_norm": _NORM,
+    "topk": ("input", "k", "dim"),
+}
+_REDUCE = ("input", "dim", "keepdim")
+_ALIASES = {"source": "src", "values": "src", "indices": "index", "axis": "dim", "keepdims": "keepdim", "size": "shape"}
+_REST = {"view": "shape", "reshape": "shape", "flip": "dims"}
+_LAST_DIM = {"sort", "argsort", "topk"}
+"""Operations along the last dim where none is named."""
+
+
+def bind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by one set of names, whatever the form of the call; what has no name here is left out."""
+    name = name if name.endswith("__") else name.rstrip("_")
+    if name in _REST:
+        rest = args[1] if len(args) == 2 else args[1:]
+        named = {"input": args[0], _REST[name]: rest} if args else {}
+    else:
+        named = dict(zip(_NAMES.get(name, _REDUCE), args, strict=False))
+    named.update((_ALIASES.get(k, k), v) for k, v in kwargs.items())
+    if name in _LAST_DIM:
+        named.setdefault("dim", -1)
+    return named
