@@ -6,6 +6,7 @@ from alchemi_spec import SPEC_MPNN_HALO
 from torch import nn
 
 
+# --8<-- [start:model]
 class Toy(nn.Module):
     distribution_spec = SPEC_MPNN_HALO
     elements = frozenset({1, 6, 8, 14, 18, 29})
@@ -41,6 +42,9 @@ class Toy(nn.Module):
             return torch.zeros(len(cell), dtype=self.dtype).index_add_(0, batch, h @ self.readout)
 
         return differentiate(energy, data, outputs)
+
+
+# --8<-- [end:model]
 
 
 def run(comm, atoms, model):
