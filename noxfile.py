@@ -77,8 +77,9 @@ def tests(session: nox.Session, package: str) -> None:
     wanted = [f"{package}{EXTRAS.get(package, '')}", "pytest", "pytest-timeout", *ALSO.get(package, [])]
     if package != "alchemi-spec":
         wanted.append(TORCH)
+    anew = [f"--refresh-package={name}" for name in PACKAGES]  # a wheel of the same version may be another
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):  # out of reach of the workspace's settings
-        session.install("--quiet", "--exclude-newer", newest, "--find-links", str(DIST), *wanted)
+        session.install("--quiet", "--exclude-newer", newest, "--find-links", str(DIST), *anew, *wanted)
         if package == "alchemi-spec":
             session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
     folder = ROOT / "packages" / package

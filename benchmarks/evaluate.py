@@ -21,9 +21,10 @@ from pathlib import Path
 import ase.io
 import numpy as np
 import torch
+from e3nn import o3
+
 from alchemi_dist import Batch, DistributedModel, DomainConfig, RankPool, ShardedBatch
 from alchemi_models_mace import MACEWrapper
-from e3nn import o3
 
 QUARTZ = Path(__file__).parents[1] / "examples/data/quartz.extxyz"
 LIBRARIES = ("torch", "e3nn", "mace-torch", "cuequivariance-torch", "vesin")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import ase.io
+
 from alchemi_dist import Batch, DistributedModel, DomainConfig, RankPool, ShardedBatch, load_model
 
 

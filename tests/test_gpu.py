@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from ase.build import bulk
+from small_mace import silica, small_mace
+
 from alchemi_dist import Batch, DistributedModel, DomainConfig, LennardJones, RankPool, ShardedBatch
 from alchemi_dist.evaluate import TOLERANCE
 from alchemi_models_mace import MACEWrapper
-from ase.build import bulk
-from small_mace import silica, small_mace
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()

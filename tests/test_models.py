@@ -7,6 +7,11 @@ import ase.io
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
+from mace.calculators import MACECalculator
+from small_mace import silica, small_mace
+from typer.testing import CliRunner
+
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, ShardedBatch, load_model
 from alchemi_dist.cli import app
 from alchemi_dist.evaluate import TOLERANCE
@@ -14,10 +19,6 @@ from alchemi_models_mace import MACEWrapper
 from alchemi_models_sevennet import SevenNetWrapper
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import UnsupportedElement, UntrustedPickle
-from ase import Atoms
-from mace.calculators import MACECalculator
-from small_mace import silica, small_mace
-from typer.testing import CliRunner
 
 ROOT = Path(__file__).parents[1]
 PICKLE = ROOT / "packages/alchemi-models-mace/tests/data/small-e3nn-0.4.4.model"

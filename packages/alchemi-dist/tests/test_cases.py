@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
-from alchemi_shardtensor.testing import count_traffic, ranks
-from alchemi_spec import NonFinitePosition, UnsupportedElement
 from ase import Atoms
 from ase.build import bulk, fcc111, molecule
 from toy import Toy, run, same_as_one_rank
+
+from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
+from alchemi_shardtensor.testing import count_traffic, ranks
+from alchemi_spec import NonFinitePosition, UnsupportedElement
 
 
 def prepared(comm, atoms, model):

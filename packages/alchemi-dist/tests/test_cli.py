@@ -4,13 +4,14 @@ import json
 import subprocess
 import sys
 
-import alchemi_dist.cli
 import ase.io
 import numpy as np
 import pytest
-from alchemi_dist.cli import app
 from test_dist import write_frames
 from typer.testing import CliRunner
+
+import alchemi_dist.cli
+from alchemi_dist.cli import app
 
 
 @pytest.fixture

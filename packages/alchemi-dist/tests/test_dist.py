@@ -4,14 +4,15 @@ import pickle
 import ase.io
 import pytest
 import torch
-from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch, load_model
-from alchemi_dist.evaluate import within_tolerance
-from alchemi_shardtensor.testing import ranks
-from alchemi_spec import InputError, InvalidCell, MissingHandler, Model, SpecError
 from ase import Atoms
 from ase.build import bulk
 from ase.calculators.lj import LennardJones as AseLennardJones
 from toy import Toy, run
+
+from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch, load_model
+from alchemi_dist.evaluate import within_tolerance
+from alchemi_shardtensor.testing import ranks
+from alchemi_spec import InputError, InvalidCell, MissingHandler, Model, SpecError
 
 
 def test_lennard_jones_equals_ases_where_neither_is_cut():

@@ -1,9 +1,10 @@
 """A three-layer message-passing model, cutoff 5 Å, smooth envelope, float64: small, and as demanding as real ones."""
 
 import torch
+from torch import nn
+
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, ShardedBatch, differentiate
 from alchemi_spec import SPEC_MPNN_HALO
-from torch import nn
 
 
 # --8<-- [start:model]

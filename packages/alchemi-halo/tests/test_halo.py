@@ -4,12 +4,13 @@ import itertools
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
 from alchemi_halo import Frames, HaloStrategy
 from alchemi_shardtensor import Comm
 from alchemi_shardtensor.testing import ranks
 from alchemi_spec import InvalidCell
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 F64 = torch.float64
 CU_SHEAR = torch.tensor([[1, 0, 0], [0.9, 1, 0], [0.8, 0.7, 1]], dtype=F64)

@@ -5,11 +5,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from alchemi_models_mace import MACEWrapper
-from alchemi_spec import Model, UntrustedPickle
 from ase.neighborlist import neighbor_list
 from mace.calculators import MACECalculator, foundations_models
 from small_mace import silica, small_mace
+
+from alchemi_models_mace import MACEWrapper
+from alchemi_spec import Model, UntrustedPickle
 
 PICKLE = Path(__file__).parent / "data" / "small-e3nn-0.4.4.model"
 VARIANTS = {

@@ -3,12 +3,13 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from alchemi_models_sevennet import SevenNetWrapper
-from alchemi_spec import Model, UntrustedPickle
 from ase.build import bulk, molecule
 from ase.neighborlist import neighbor_list
 from sevenn import util
 from sevenn.calculator import SevenNetCalculator
+
+from alchemi_models_sevennet import SevenNetWrapper
+from alchemi_spec import Model, UntrustedPickle
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """Random graphs, shared out over ranks by hand: an independent way to a routing."""
 
 import torch
+
 from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, OWNED_LAYOUT, SYSTEMS, Routing, Shard, tag
 from alchemi_spec import SPEC_MPNN_HALO
 

@@ -1,8 +1,9 @@
 import pytest
 import torch
+from graphs import RandomGraph
+
 from alchemi_shardtensor import Comm, Routing, sum_over_ranks
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, count_traffic, ranks
-from graphs import RandomGraph
 
 UNEVEN = [0] * 20 + [1, 1, 2]
 """Rank 0 owns nearly all; rank 3 of four owns nothing."""

@@ -3,6 +3,7 @@ import time
 
 import pytest
 import torch
+
 from alchemi_shardtensor import RankPool, comm_from_environment
 from alchemi_spec import RankFailure
 

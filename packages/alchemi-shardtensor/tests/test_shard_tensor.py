@@ -3,6 +3,9 @@ import pickle
 
 import pytest
 import torch
+from graphs import RandomGraph
+from torch import Tensor
+
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
@@ -21,8 +24,6 @@ from alchemi_shardtensor import (
 )
 from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
 from alchemi_spec import MissingHandler
-from graphs import RandomGraph
-from torch import Tensor
 
 F64 = torch.float64
 OTHER_GATHERS = {

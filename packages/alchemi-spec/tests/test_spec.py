@@ -3,8 +3,9 @@ import pickle
 import subprocess
 import sys
 
-import alchemi_spec
 import pytest
+
+import alchemi_spec
 from alchemi_spec import (
     FIELDS,
     SPEC_LJ_HALO,

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from alchemi_shardtensor import Comm, DomainConfig
-from alchemi_spec import InputError, InvalidCell, NonFinitePosition
 from ase import Atoms
 from torch import Tensor
 
 from alchemi_dist.registry import find_strategy
+from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_spec import InputError, InvalidCell, NonFinitePosition
 
 FARTHEST = 1e8
 """Å. Beyond it float64 coordinates are coarser than 1e-8 Å, and forces are noise."""

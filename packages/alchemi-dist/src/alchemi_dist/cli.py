@@ -11,8 +11,6 @@ from typing import Annotated, Any
 import ase.io
 import torch
 import typer
-from alchemi_shardtensor import RankPool, comm_from_environment
-from alchemi_spec import AlchemiError
 from ase.units import GPa
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,6 +18,8 @@ from rich.table import Table
 
 from alchemi_dist.evaluate import TOLERANCE, Frame, Job, evaluate, within_tolerance
 from alchemi_dist.registry import module_of
+from alchemi_shardtensor import RankPool, comm_from_environment
+from alchemi_spec import AlchemiError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import ase.io
 import torch
-from alchemi_shardtensor import Comm, DomainConfig
-from alchemi_spec import InputError
 from ase import Atoms
 from ase.calculators.singlepoint import SinglePointCalculator
 from ase.stress import full_3x3_to_voigt_6_stress
@@ -17,6 +15,8 @@ from torch import Tensor, nn
 from alchemi_dist.batch import Batch, ShardedBatch
 from alchemi_dist.model import DistributedModel
 from alchemi_dist.registry import load_model
+from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_spec import InputError
 
 TOLERANCE = {
     torch.float64: {"energy": 1e-10, "forces": 1e-9, "stress": 1e-9},

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 import torch
-from alchemi_spec import SPEC_LJ_HALO
 from torch import Tensor, nn
 
 from alchemi_dist.strain import differentiate
+from alchemi_spec import SPEC_LJ_HALO
 
 
 class LennardJones(nn.Module):

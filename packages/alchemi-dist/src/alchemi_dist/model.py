@@ -4,6 +4,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
+
+from alchemi_dist.batch import ShardedBatch, check_positions
+from alchemi_dist.registry import find_strategy
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
@@ -19,10 +23,6 @@ from alchemi_shardtensor import (
     tag,
 )
 from alchemi_spec import DistributionSpec, MissingHandler, Model, OutputKind, SpecError, check_elements
-from torch import Tensor, nn
-
-from alchemi_dist.batch import ShardedBatch, check_positions
-from alchemi_dist.registry import find_strategy
 
 
 class DistributedModel(nn.Module):

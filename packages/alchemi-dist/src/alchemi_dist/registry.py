@@ -6,9 +6,10 @@ import pickle
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from torch import Tensor, nn
+
 from alchemi_shardtensor import Comm, Edges
 from alchemi_spec import AlchemiError, InputError
-from torch import Tensor, nn
 
 
 class Strategy(Protocol):

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-from alchemi_spec import InvalidCell
 from torch import Tensor
+
+from alchemi_spec import InvalidCell
 
 THINNEST = 1e-2
 """Å. A periodic direction thinner than this is a mistake, and would need millions of images."""

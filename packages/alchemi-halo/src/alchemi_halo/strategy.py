@@ -3,11 +3,11 @@
 from itertools import accumulate, pairwise
 
 import torch
-from alchemi_shardtensor import Comm, Edges, Routing
 from torch import Tensor
 from vesin import NeighborList
 
 from alchemi_halo.frames import Frames
+from alchemi_shardtensor import Comm, Edges, Routing
 
 SLACK = 1e-6
 """Å added to the reach of an offer, against round-off; what no edge reads is not kept."""

@@ -8,9 +8,10 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 from mace.calculators import foundations_models  # before e3nn is used: it allows what torch's safe loading refuses
 from torch import Tensor, nn
+
+from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 

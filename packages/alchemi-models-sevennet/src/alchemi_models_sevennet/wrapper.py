@@ -5,10 +5,11 @@ from pathlib import Path
 
 import sevenn._keys as KEY
 import torch
-from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 from sevenn import util
 from sevenn.nn.node_embedding import OnehotEmbedding
 from torch import Tensor, nn
+
+from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 VOIGT = torch.tensor([[0, 3, 5], [3, 1, 4], [5, 4, 2]])

@@ -36,15 +36,23 @@ _LAST_DIM = {"sort", "argsort", "topk"}
 """Operations along the last dim where none is named."""
 
 
+def base(name: str) -> str:
+    """An operation's name without the underscore of its in-place form."""
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
 def bind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Arguments by one set of names, whatever the form of the call; what has no name here is left out."""
-    name = name if name.endswith("__") else name.rstrip("_")
+    """Arguments by one set of names, whatever the form of the call; what has no name here is left out.
+
+    `name` is the operation's `base` name.
+    """
     if name in _REST:
         rest = args[1] if len(args) == 2 else args[1:]
         named = {"input": args[0], _REST[name]: rest} if args else {}
     else:
         named = dict(zip(_NAMES.get(name, _REDUCE), args, strict=False))
-    named.update((_ALIASES.get(k, k), v) for k, v in kwargs.items())
+    for key, value in kwargs.items():
+        named[_ALIASES.get(key, key)] = value
     if name in _LAST_DIM:
         named.setdefault("dim", -1)
     return named

@@ -4,11 +4,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from alchemi_spec import MissingHandler
 from torch import Tensor
 
-from alchemi_shardtensor.arguments import bind
+from alchemi_shardtensor.arguments import base, bind
 from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Ends, Shard, ShardTensor, tag_in_place
+from alchemi_spec import MissingHandler
 
 SHARE = (OWNED, PADDED, EDGE, LOST)
 """Rows of which each rank holds its share only."""
@@ -33,6 +33,22 @@ _FIRST_ONLY = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 """What other arguments lend is a type or a shape."""
 
 
+def carried_row_by_row(op: Callable[..., Any], result: Any, sources: list[ShardTensor]) -> bool:
+    """The short way for what most operations are: every row of the result is made of the same row of like sources."""
+    first = sources[0]
+    mark = first.tag
+    if type(result) is not Tensor or mark.points_at is not None or result.ndim != first.ndim:
+        return False
+    name = getattr(op, "__name__", "")
+    if name in _NOT_ROW_BY_ROW or name.startswith("new_") or any(s.tag is not mark for s in sources):
+        return False
+    if mark.rows is not SYSTEM and (not result.ndim or result.shape[mark.row_dim] != first.shape[mark.row_dim]):
+        return False
+    result.__class__ = ShardTensor
+    result.tag = mark  # type: ignore[attr-defined]
+    return True
+
+
 def carry(
     op: Callable[..., Any],
     result: Any,
@@ -49,33 +65,35 @@ def carry(
         return type(result)(parts)
     if not isinstance(result, Tensor):
         return result
-    name = getattr(op, "__name__", "")  # a scripted module's method has none
-    if name == "__get__":
-        name = op.__self__.__name__  # type: ignore[attr-defined]
+    full = getattr(op, "__name__", "")  # a scripted module's method has none
+    full = full if full != "__get__" else op.__self__.__name__  # type: ignore[attr-defined]
+    name = base(full)
     if name.startswith("new_"):
         return result
-    in_place = name.endswith("_") and not name.endswith("__")
-    if not in_place and any(result is a for a in args):
-        return result
-    name = name.rstrip("_") if in_place else name
+    if name is full:  # not in place: an argument that comes back is the caller's own
+        for a in args:
+            if a is result:
+                return result
     if name in _FIRST_ONLY:
         sources = [s for s in sources if s is args[0]]
-    countable = not result.is_floating_point() and result.dtype != torch.bool
-    found = [s for s in sources if s.points_at] if countable and name in _VALUES_MOVE else []
-    target, end = (found[0].points_at, _end(name, found)) if found else (None, None)
-    shares = [s for s in sources if s.rows in SHARE and s.ndim]
-    if shares:
-        dims = {_row_dim(name, result, s, args, kwargs) for s in shares}
-        dim = dims.pop() if len(dims) == 1 else None
-        if dim is None and name in _CONTRACTIONS:
-            raise MissingHandler(
-                f"{name} contracts over this rank's rows only: {', '.join(str(tuple(s.shape)) for s in shares)}.\n"
-                f"Multiply row-wise and reduce through the batch index, or register a handler for this form."
-            )
-        lost = dim is None or shares[0].rows is LOST
-        return tag_in_place(result, shard, LOST if lost else shares[0].rows, target, end, dim or 0)
-    rows = SYSTEM if any(s.rows is SYSTEM for s in sources) else None
-    return tag_in_place(result, shard, rows, target, end) if rows or target else result
+    target = end = None
+    found = [s for s in sources if s.tag.points_at is not None]
+    if found and name in _VALUES_MOVE and not result.is_floating_point() and result.dtype != torch.bool:
+        target, end = found[0].tag.points_at, _end(name, found)
+    shares = [s for s in sources if s.tag.rows in SHARE and s.ndim]
+    if not shares:
+        rows = SYSTEM if any(s.tag.rows is SYSTEM for s in sources) else None
+        return tag_in_place(result, shard, rows, target, end) if rows or target else result
+    dim = _row_dim(name, result, shares[0], args, kwargs)
+    if any(_row_dim(name, result, s, args, kwargs) != dim for s in shares[1:]):
+        dim = None
+    if dim is None and name in _CONTRACTIONS:
+        raise MissingHandler(
+            f"{name} contracts over this rank's rows only: {', '.join(str(tuple(s.shape)) for s in shares)}.\n"
+            f"Multiply row-wise and reduce through the batch index, or register a handler for this form."
+        )
+    rows = LOST if dim is None else shares[0].tag.rows
+    return tag_in_place(result, shard, rows, target, end, dim or 0)
 
 
 def _point_no_more(part: Any) -> Any:
@@ -309,3 +327,4 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "__getitem__": indexed,
 }
 """Where each operation puts the rows of one of its arguments."""
+_NOT_ROW_BY_ROW = frozenset([*_MOVES, *REDUCTIONS, *_CONTRACTIONS, *_FIRST_ONLY, "__get__"])

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alchemi_spec import AlchemiError, RankFailure
 from torch import Tensor
+
+from alchemi_spec import AlchemiError, RankFailure
 
 
 @dataclass

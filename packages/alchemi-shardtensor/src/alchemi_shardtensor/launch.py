@@ -14,9 +14,9 @@ from typing import Any, Literal
 import cloudpickle
 import torch
 import torch.distributed as dist
-from alchemi_spec import RankFailure
 
 from alchemi_shardtensor.comm import Comm
+from alchemi_spec import RankFailure
 
 GRACE_S = 3.0
 """How long the other ranks may take to report an error of their own before they are stopped."""

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from alchemi_shardtensor.arguments import bind
-from alchemi_shardtensor.carry import carry
+from alchemi_shardtensor.arguments import base, bind
+from alchemi_shardtensor.carry import carried_row_by_row, carry
 from alchemi_shardtensor.tensor import End, PointsAt, Rows, Shard, ShardTensor, tag_in_place
 
 Op = Callable[..., Any]
@@ -33,10 +33,10 @@ class HandlerTable:
     def __init__(self, rules: Sequence[Rule]) -> None:
         """Index the rules by operation, keeping their order."""
         self.rules = tuple(rules)
-        self._of: dict[Op, list[Rule]] = {}
+        self._of: dict[Op, tuple[str, list[Rule]]] = {}
         for rule in self.rules:
             for op in rule.ops:
-                self._of.setdefault(op, []).append(rule)
+                self._of.setdefault(op, (base(op.__name__), []))[1].append(rule)
 
     def __add__(self, rules: Sequence[Rule]) -> "HandlerTable":
         """A table in which `rules` are asked first."""
@@ -44,22 +44,28 @@ class HandlerTable:
 
     def dispatch(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
-        rules = self._of.get(op)
-        if rules is not None:
-            named = bind(op.__name__, args, kwargs)
+        ruled = self._of.get(op)
+        if ruled is not None:
+            name, rules = ruled
+            named = bind(name, args, kwargs)
             for rule in rules:
                 if rule.when(shard, named):
                     result = rule.handler(shard, op, **named)
                     return result if rule.rows is None else tag_in_place(result, shard, rule.rows)
-        return carry(op, op(*args, **kwargs), shard, sources, args, kwargs)
+        result = op(*args, **kwargs)
+        if ruled is None and carried_row_by_row(op, result, sources):
+            return result
+        return carry(op, result, shard, sources, args, kwargs)
 
 
 def points_at(target: PointsAt, end: End | None = None) -> Predicate:
     """The index points at `target` (and all of it at this `end` of the edges)."""
 
     def when(shard: Shard, named: dict[str, Any]) -> bool:
-        found = [i for i in indices(named.get("index")) if getattr(i, "points_at", None) is target]
-        return bool(found) and (end is None or all(i.end is end for i in found))
+        index = named.get("index")
+        found = (index,) if type(index) is ShardTensor else [i for i in indices(index) if type(i) is ShardTensor]
+        found = [i for i in found if i.tag.points_at is target]
+        return bool(found) and (end is None or all(i.tag.end is end for i in found))
 
     return when
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
 from alchemi_shardtensor.tensor import LOST, SYSTEM, Shard, ShardTensor, tag_in_place
+from alchemi_spec import MissingHandler
 
 
 @handles(torch.autograd.grad, when=lambda shard, named: True)

@@ -13,7 +13,7 @@ from alchemi_shardtensor.tensor import Shard, tag_in_place
 
 def _is_ambiguous(shard: Shard, named: dict[str, Any]) -> bool:
     sizes = _sizes(named["shape"])
-    return 0 in sizes and -1 in sizes and getattr(named["input"], "rows", None) in SHARE
+    return 0 in sizes and -1 in sizes and named["input"].rows in SHARE
 
 
 @handles(Tensor.view, Tensor.reshape, torch.reshape, when=_is_ambiguous)

@@ -3,12 +3,12 @@
 from typing import Any, cast
 
 import torch
-from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.carry import indexed
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
 from alchemi_shardtensor.tensor import EDGE, LOST, NODES, PADDED, RECEIVER, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
+from alchemi_spec import MissingHandler
 
 _SELECTS = (Tensor.index_select, torch.index_select)
 _GATHERS = (Tensor.gather, torch.gather)
@@ -75,6 +75,8 @@ def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
 @handles(Tensor.__getitem__, when=points_at(NODES))
 def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Node rows (n_owned, *F), index (E,) -> (E, *F)."""
+    if type(index) is ShardTensor:
+        return _gathered(shard, reachable(shard, input, index)[index], input, index, index.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
     if not isinstance(first, ShardTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
@@ -99,6 +101,8 @@ def select_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **r
 @handles(Tensor.__getitem__, when=points_at(SYSTEMS))
 def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-system values (B, *F), batch (N,) -> (N, *F)."""
+    if type(index) is ShardTensor:
+        return _gathered(shard, input[index], input, index, index.row_dim)
     batch = next(i for i in indices(index) if getattr(i, "points_at", None) is SYSTEMS)
     return _gathered(shard, input[index], input, batch, indexed(batch, input, index))
 
@@ -113,7 +117,7 @@ def select_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, *
 def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, row_dim: int | None) -> Tensor:
     """Rows are the index's; what the source pointed at, its rows still point at."""
     rows = LOST if row_dim is None and index.rows else index.rows
-    target, end = getattr(source, "points_at", None), getattr(source, "end", None)
+    target, end = (source.tag.points_at, source.tag.end) if type(source) is ShardTensor else (None, None)
     return tag_in_place(result, shard, rows, target, end, row_dim or 0)
 
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
 from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Shard, ShardTensor
+from alchemi_spec import MissingHandler
 
 _NAMES = (
     "amax amin max min argmax argmin prod std var std_mean var_mean norm median mode nanmean nansum logsumexp aminmax "

@@ -3,12 +3,12 @@
 from typing import Any
 
 import torch
-from alchemi_spec import MissingHandler
 from torch import Tensor
 
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
 from alchemi_shardtensor.tensor import NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard, tag_in_place
+from alchemi_spec import MissingHandler
 
 _IN_PLACE = (Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_)
 _FORMS: dict[Any, Any] = {
