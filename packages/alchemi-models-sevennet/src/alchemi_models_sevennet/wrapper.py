@@ -44,7 +44,8 @@ class SevenNetWrapper(nn.Module):
         for key, module in list(model._modules.items()):
             if isinstance(module, OnehotEmbedding):
                 model.replace_module(key, _OnehotInModelDtype(module, model))
-        self.model, self.modal = model, modal
+        model.eval_modal_map = False  # the fidelity's number is given, instead of its name
+        self.model, self.modal = model, model.modal_map[modal] if fidelities else None
         self.cutoff = float(checkpoint.config[KEY.CUTOFF])
         self.elements = frozenset(int(z) for z in checkpoint.config[KEY.TYPE_MAP])
 
@@ -69,7 +70,7 @@ class SevenNetWrapper(nn.Module):
             KEY.CELL_VOLUME: torch.linalg.det(cell).abs().to(self.dtype),
         }
         if self.modal is not None:
-            graph[KEY.DATA_MODALITY] = [self.modal] * len(cell)
+            graph[KEY.MODAL_TYPE] = torch.full((len(cell),), self.modal, device=cell.device)
         result = self.model(graph)
         found = {
             "energy": result[KEY.PRED_TOTAL_ENERGY],

@@ -24,6 +24,7 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "unbind": ("input", "dim"),
     "stack": ("tensors", "dim"),
     "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
+    "backward": ("input", "gradient", "retain_graph", "create_graph", "inputs"),
     "norm": _NORM,
     "linalg_norm": _NORM,
     "linalg_vector_norm": _NORM,

@@ -9,7 +9,7 @@ from torch import Tensor
 from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import LOST, SYSTEM, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import LOST, SYSTEM, Shard, ShardTensor, plain, tag_in_place
 from alchemi_spec import MissingHandler
 
 
@@ -83,13 +83,37 @@ def _check_replicated(shard: Shard, inputs: list[Tensor]) -> None:
     shard.seen[key] = shapes
 
 
-@handles(Tensor.backward, torch.autograd.backward, when=lambda shard, named: True)
-def backward(shard: Shard, op: Any, **named: Any) -> None:
-    """A leaf's .grad would stay this rank's partial sum where the leaf is replicated."""
-    raise MissingHandler(
-        "backward() would leave partial sums in the .grad of replicated leaves.\n"
-        "Use torch.autograd.grad(outputs, inputs), which is summed over ranks, and assign .grad yourself."
-    )
+@handles(Tensor.backward, when=lambda shard, named: True)
+def backward(
+    shard: Shard,
+    op: Any,
+    input: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    inputs: Tensor | Sequence[Tensor] | None = None,
+) -> None:
+    """Adds to every leaf's .grad the gradient over all ranks, as `grad` has it; parameters are replicated leaves."""
+    leaves = _listed(inputs) if inputs is not None else _leaves(input)
+    options = {"retain_graph": retain_graph, "create_graph": create_graph, "allow_unused": True}
+    grads = grad.handler(shard, torch.autograd.grad, input, leaves, gradient, **options)
+    for leaf, g in zip(leaves, grads, strict=True):
+        if g is not None:
+            leaf.grad = plain(g) if leaf.grad is None else leaf.grad + plain(g)
+
+
+def _leaves(output: Tensor) -> list[Tensor]:
+    """The tensors that gradients accumulate in, in the order of the graph, which is the same on every rank."""
+    found, seen, ahead = [], set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        ahead.extend(before for before, _ in reversed(node.next_functions))
+    return found
 
 
 RULES: list[Rule] = [grad, backward]

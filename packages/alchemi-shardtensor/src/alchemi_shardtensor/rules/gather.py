@@ -149,7 +149,7 @@ def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:
 def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: None = None) -> Tensor:
     """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
     count = shard.n_systems if input.points_at is SYSTEMS else shard.n_owned
-    return torch.tensor(count - 1, device=input.device)
+    return torch.full((), count - 1, device=input.device)  # no copy from the host
 
 
 RULES: list[Rule] = [
