@@ -191,6 +191,7 @@ CARRIED = [
     lambda x: x[..., 0],
     lambda x: x[..., None, 1:],
     lambda x: x[:, [2, 0]],
+    lambda x: x[:, [[0, 1], [2, 0]]],
     lambda x: x.T[1:],
     lambda x: x.T[[2, 0, 1], None],
     lambda x: x.select(1, 2),
@@ -214,6 +215,15 @@ CARRIED = [
     lambda x: torch.einsum("nk->kn", x),
     lambda x: torch.einsum("nk,kl->nl", x, W[0]),
     lambda x: torch.einsum("akl,nl->akn", W, x),
+    lambda x: torch.einsum("...k,kl->...l", x, W[0]),
+    lambda x: torch.einsum("a...,...k->ak...", W[:, :1, 0], x[:, None]),
+    lambda x: x.unsqueeze(0).squeeze(0),
+    lambda x: x.tile(2),
+    lambda x: torch.nn.functional.normalize(x, dim=-1),
+    lambda x: torch.nn.functional.layer_norm(x, (3,)),
+    lambda x: x.T.cumsum(0),
+    lambda x: W[0, 0] @ x.unsqueeze(-1).expand(-1, 3, 3),
+    lambda x: x.T.unbind(0)[1],
     lambda x: torch.tensordot(x, W[0], dims=1),
     lambda x: torch.tensordot(W, x, dims=((1,), (-1,))),
     lambda x: x.sum(-1),
@@ -268,6 +278,11 @@ def test_any_selection_of_rows_sums_to_the_whole_selection(comm):
         torch.testing.assert_close(plain(part.sum()), x.sum())
 
 
+def filled(z, x):
+    z[:] = x
+    return z
+
+
 @pytest.mark.parametrize(
     "refused",
     [
@@ -288,6 +303,27 @@ def test_any_selection_of_rows_sums_to_the_whole_selection(comm):
         lambda x: torch.cdist(x, x),
         lambda x: torch.linalg.vector_norm(x, 1),
         lambda x: x.topk(1, 0),
+        lambda x: torch.einsum("ij,kj->ik", x, x),
+        lambda x: torch.nn.functional.linear(x, x),
+        lambda x: (x[:, 0].unsqueeze(1) - x[:, 0]).sum(),
+        lambda x: torch.cumsum(x, 0).sum(),
+        lambda x: x.cumsum_(0).sum(),
+        lambda x: torch.nn.functional.log_softmax(x, 0).sum(),
+        lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
+        lambda x: torch.nn.functional.normalize(x, dim=0),
+        lambda x: torch.fft.fft(x, dim=0).abs().sum(),
+        lambda x: x.flip(0).sum(),
+        lambda x: x.roll(1, 0).sum(),
+        lambda x: torch.linalg.qr(x)[0].sum(),
+        lambda x: x.std(True),
+        lambda x: x[:1].sum(),
+        lambda x: (x[1:] - x[:-1]).sum(),
+        lambda x: x[[0, 2]].sum(),
+        lambda x: torch.cat([x, torch.ones(1, 6, dtype=F64)]).sum(),
+        lambda x: x.quantile(0.5, 0, keepdim=True).sum(),
+        lambda x: x.unsqueeze_(0).sum(),
+        lambda x: filled(torch.zeros(6, 6, dtype=F64), x).sum(),
         lambda x: x[0].sum(),
         lambda x: x.T.max(1),
         lambda x: torch.zeros(2, 6, dtype=F64).index_put((ONE.local_batch,), x, accumulate=True),
@@ -370,7 +406,8 @@ def test_a_rank_without_rows_takes_the_shape_that_others_take(form):
 
 def test_parts_of_a_row_of_an_edge_index_still_point():
     index = ONE.local_edge_index
-    for part in (index[0, :], index[0, ...], index[0, torch.tensor([True, False, True, True])], index[0][1:]):
+    assert (index[0][1:].points_at, index[0][1:].end) == (NODES, SENDER)
+    for part in (index[0, :], index[0, ...], index[0, torch.tensor([True, False, True, True])]):
         assert (part.points_at, part.end, part.rows) == (NODES, SENDER, EDGE)
     assert index[1].sort().values.end is RECEIVER
     assert index[1].sort().indices.points_at is None and index[1].argsort().points_at is None

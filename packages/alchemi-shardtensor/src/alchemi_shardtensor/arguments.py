@@ -25,16 +25,20 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "stack": ("tensors", "dim"),
     "grad": ("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"),
     "backward": ("input", "gradient", "retain_graph", "create_graph", "inputs"),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), ("input", "dim", "unbiased", "keepdim")),
     "norm": _NORM,
     "linalg_norm": _NORM,
     "linalg_vector_norm": _NORM,
     "topk": ("input", "k", "dim"),
+    "batch_norm": ("input", "running_mean", "running_var", "weight", "bias", "training"),
+    "scaled_dot_product_attention": ("input", "key", "value"),
+    "normalize": ("input", "ord", "dim"),
 }
 _REDUCE = ("input", "dim", "keepdim")
 _ALIASES = {"source": "src", "values": "src", "indices": "index", "axis": "dim", "keepdims": "keepdim", "size": "shape"}
 _REST = {"view": "shape", "reshape": "shape", "flip": "dims"}
-_LAST_DIM = {"sort", "argsort", "topk"}
-"""Operations along the last dim where none is named."""
+_DEFAULT_DIM = {"sort": -1, "argsort": -1, "topk": -1, "normalize": 1}
+"""Where no dim is named."""
 
 
 def base(name: str) -> str:
@@ -54,6 +58,8 @@ def bind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
         named = dict(zip(_NAMES.get(name, _REDUCE), args, strict=False))
     for key, value in kwargs.items():
         named[_ALIASES.get(key, key)] = value
-    if name in _LAST_DIM:
-        named.setdefault("dim", -1)
+    if isinstance(named.get("dim"), bool):  # std(x, unbiased)
+        del named["dim"]
+    if name in _DEFAULT_DIM:
+        named.setdefault("dim", _DEFAULT_DIM[name])
     return named

@@ -1,12 +1,14 @@
 """How tags are carried by the operations that no handler takes: plain torch, and where the rows are in its result."""
 
 from collections.abc import Callable, Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from alchemi_shardtensor.arguments import base, bind
+from alchemi_shardtensor.pointwise import POINTWISE
 from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Ends, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
@@ -24,6 +26,8 @@ _VALUES_MOVE = frozenset(
     "flip roll sort unique unique_consecutive where requires_grad_ copy_".split()
 )
 """Operations whose integer results are still values of their integer arguments, so that an index still points."""
+ALONG = tuple("sort argsort topk softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin normalize".split())
+"""Operations along one dim."""
 _SAME_PLACES = frozenset({"to", "contiguous", "clone", "long", "int", "detach", "cuda", "cpu", "requires_grad_"})
 _CONTRACTIONS = frozenset(
     "einsum matmul mm bmm mv dot vdot inner outer linear bilinear tensordot __matmul__ __rmatmul__ cdist".split()
@@ -39,10 +43,13 @@ def carried_row_by_row(op: Callable[..., Any], result: Any, sources: list[ShardT
     mark = first.tag
     if type(result) is not Tensor or mark.points_at is not None or result.ndim != first.ndim:
         return False
-    name = getattr(op, "__name__", "")
-    if name in _NOT_ROW_BY_ROW or name.startswith("new_") or any(s.tag is not mark for s in sources):
+    if getattr(op, "__name__", "") not in POINTWISE:
         return False
-    if mark.rows is not SYSTEM and (not result.ndim or result.shape[mark.row_dim] != first.shape[mark.row_dim]):
+    d = mark.row_dim
+    for s in sources:
+        if s.tag is not mark or s.ndim != first.ndim or (mark.rows is not SYSTEM and s.shape[d] != first.shape[d]):
+            return False
+    if mark.rows is not SYSTEM and (not result.ndim or result.shape[d] != first.shape[d]):
         return False
     result.__class__ = ShardTensor
     result.tag = mark  # type: ignore[attr-defined]
@@ -85,8 +92,9 @@ def carry(
         rows = SYSTEM if any(s.tag.rows is SYSTEM for s in sources) else None
         return tag_in_place(result, shard, rows, target, end) if rows or target else result
     dim = _row_dim(name, result, shares[0], args, kwargs)
-    if any(_row_dim(name, result, s, args, kwargs) != dim for s in shares[1:]):
-        dim = None
+    if any(_row_dim(name, result, s, args, kwargs) != dim for s in shares[1:]) or (name in _MOVES and name is not full):
+        dim = None  # two places for the rows; or the argument has changed its shape in place
+    dim = dim if dim is not None and 0 <= dim < result.ndim else None
     if dim is None and name in _CONTRACTIONS:
         raise MissingHandler(
             f"{name} contracts over this rank's rows only: {', '.join(str(tuple(s.shape)) for s in shares)}.\n"
@@ -113,12 +121,16 @@ def _row_dim(name: str, result: Tensor, source: ShardTensor, args: tuple[Any, ..
     if name in _MOVES:
         try:
             return _MOVES[name](source, *args, **kwargs)
-        except (TypeError, KeyError):  # a call form that is not listed
+        except (TypeError, KeyError, ValueError, IndexError):  # a call form that is not listed
             return None
-    r = source.row_dim
-    if name in REDUCTIONS and sum(1 for _ in _tensors((*args, *kwargs.values()))) == 1:  # torch.max(x, y) is elementwise
+    given = (*args, *(value for key, value in kwargs.items() if key != "out"))
+    tensors = list(_tensors(given))
+    if name in REDUCTIONS and len(tensors) == 1:  # torch.max(x, y) is elementwise
         return _reduced(source, bind(name, args, kwargs))
-    widest = max((t.ndim for t in _tensors((*args, *kwargs.values()))), default=0)
+    if name and name not in POINTWISE and name not in ("max", "min"):
+        return None
+    r = source.row_dim  # pointwise; or a scripted module, which is taken to keep its rows
+    widest = max((t.ndim for t in tensors), default=0)
     aligned = r + result.ndim - source.ndim if widest == result.ndim else r  # broadcasting aligns the last dims
     fits = 0 <= aligned < result.ndim and result.shape[aligned] == source.shape[r]
     return aligned if fits else None
@@ -170,7 +182,7 @@ def _last_two(s: ShardTensor, x: Tensor) -> int:
 
 def _prepended(s: ShardTensor, x: Tensor, *sizes: Any, **_: Any) -> int:
     shape = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
-    return s.row_dim + len(shape) - s.ndim
+    return s.row_dim + max(len(shape) - s.ndim, 0)
 
 
 def _selected(s: ShardTensor, x: Tensor, dim: int, index: Any) -> int | None:
@@ -178,8 +190,22 @@ def _selected(s: ShardTensor, x: Tensor, dim: int, index: Any) -> int | None:
     return None if d == s.row_dim else s.row_dim - (d < s.row_dim)
 
 
-def _index_selected(s: ShardTensor, input: Tensor, dim: int, index: Tensor) -> int:
-    return dim % input.ndim if s is index else s.row_dim
+def _along(name: str) -> Callable[..., int | None]:
+    """Operations along one dim that leave every other as it is."""
+
+    def place(s: ShardTensor, *args: Any, **kwargs: Any) -> int | None:
+        dim = bind(name, args, kwargs).get("dim")
+        return s.row_dim if isinstance(dim, int) and dim % s.ndim != s.row_dim else None
+
+    return place
+
+
+def _layer_normed(s: ShardTensor, input: Tensor, normalized_shape: Any, *_: Any, **__: Any) -> int | None:
+    return s.row_dim if s is input and s.row_dim < s.ndim - len(normalized_shape) else None
+
+
+def _index_selected(s: ShardTensor, input: Tensor, dim: int, index: Tensor) -> int | None:
+    return dim % input.ndim if s is index else s.row_dim if dim % input.ndim != s.row_dim else None
 
 
 def _flattened(s: ShardTensor, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> int:
@@ -192,26 +218,54 @@ def _viewed(s: ShardTensor, x: Tensor, *sizes: Any, **named: Any) -> int | None:
     given = named.get("shape", named.get("size", sizes[0] if len(sizes) == 1 else sizes))
     if isinstance(given, torch.dtype):
         return s.row_dim
-    shape = tuple(given) if isinstance(given, (tuple, list)) else (given,)
+    shape = list(given) if isinstance(given, (tuple, list)) else [given]
     r = s.row_dim
-    same_before = len(shape) > r and all(a in (b, -1) for a, b in zip(shape[:r], s.shape[:r], strict=True))
-    return r if same_before and shape[r] in (-1, s.shape[r]) else None
+    if -1 in shape[:r]:
+        known = prod(n for n in shape if n != -1)
+        shape[shape.index(-1)] = s.numel() // known if known else s.shape[shape.index(-1)]
+    return r if len(shape) > r and shape[:r] == list(s.shape[:r]) and shape[r] in (-1, s.shape[r]) else None
 
 
-def _concatenated(s: ShardTensor, tensors: Any, dim: int = 0) -> int:
-    return s.row_dim
+def _concatenated(s: ShardTensor, tensors: Any, dim: int = 0) -> int | None:
+    mixed = dim % s.ndim == s.row_dim and any(getattr(t, "rows", None) is not s.rows for t in tensors)
+    return None if mixed else s.row_dim
+
+
+def _squeezed(s: ShardTensor, x: Tensor, dim: Any = None) -> int | None:
+    dims = range(s.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    gone = {d % s.ndim for d in dims if s.shape[d] == 1}
+    return None if s.row_dim in gone else s.row_dim - sum(d < s.row_dim for d in gone)
+
+
+def _repeated(s: ShardTensor, x: Tensor, repeats: Any, dim: int | None = None, **_: Any) -> int | None:
+    return s.row_dim if dim is not None or s.ndim == 1 else None
 
 
 def _einsummed(s: ShardTensor, equation: str, *operands: Any) -> int | None:
-    inputs, _, output = equation.replace(" ", "").replace("...", "").partition("->")
+    """Where the letter of the rows stands in the output; None where it is summed, repeated, or differs between terms."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
     listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    terms = [t for t, x in zip(inputs.split(","), listed, strict=True) if x is s]
-    found = output.find(terms[0][s.row_dim])
-    return found if found >= 0 else None
+    terms = inputs.split(",")
+    dots = max(x.ndim - len(t.replace("...", "")) for t, x in zip(terms, listed, strict=True))
+    places = set()
+    for term, x in zip(terms, listed, strict=True):
+        letters = _letters(term, x.ndim, dots)
+        if x is s:
+            letter = letters[s.row_dim]
+            target = _letters(output, len(output.replace("...", "")) + (dots if "..." in output else 0), dots)
+            places.add(target.index(letter) if arrow and target.count(letter) == letters.count(letter) == 1 else None)
+    return places.pop() if len(places) == 1 else None
+
+
+def _letters(term: str, ndim: int, dots: int) -> list[str]:
+    """One name for each dim of a term of an einsum; the dims of `...` are named from the last."""
+    before, ellipsis, after = term.partition("...")
+    n = ndim - len(before) - len(after) if ellipsis else 0
+    return [*before, *(f".{k}" for k in range(dots - n, dots)), *after]
 
 
 def _linear(s: ShardTensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int | None:
-    return s.row_dim if s is input and s.row_dim < s.ndim - 1 else None
+    return s.row_dim if s is input and s is not weight and s is not bias and s.row_dim < s.ndim - 1 else None
 
 
 def _multiplied(s: ShardTensor, a: Tensor, b: Tensor) -> int | None:
@@ -222,7 +276,7 @@ def _multiplied(s: ShardTensor, a: Tensor, b: Tensor) -> int | None:
     if s is a:
         return ndim - a.ndim + s.row_dim + (b.ndim == 1)
     from_end = b.ndim - s.row_dim
-    return None if b.ndim == 1 or from_end == 2 else ndim - from_end
+    return None if b.ndim == 1 or from_end == 2 else ndim - from_end + (a.ndim == 1 and from_end > 2)
 
 
 def _tensordotted(s: ShardTensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> int | None:
@@ -237,9 +291,11 @@ def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
     """Which dim of x[index] enumerates the rows of `s`, which is x itself or one of the indices.
 
     The tensors and lists of an index become one block of dims where the first of them stands, or in front of all if a
-    slice is between them.
+    slice is between them. A mask, or a slice of all, leaves x its rows; other parts of them are this rank's choice.
     """
     parts = _without_ellipsis(x, index)
+    if any(isinstance(p, bool) for p in parts):
+        return None
     block_ndim = max((_ndim(p) for p in parts if _is_advanced(p)), default=0)
     done = place = 0  # dims of the result and of x so far
     block: int | None = None
@@ -251,9 +307,9 @@ def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
             last = number
             if s is p:
                 inside = block_ndim - _ndim(p) + s.row_dim
-            elif s is x and place <= s.row_dim < place + wide:
+            elif s is x and _is_mask(p) and place <= s.row_dim < place + wide:
                 inside = 0
-        elif s is x and isinstance(p, slice) and place == s.row_dim:
+        elif s is x and p == slice(None) and place == s.row_dim:
             row = done
         done += p is None or isinstance(p, slice)
         place += wide
@@ -278,7 +334,7 @@ def _is_advanced(p: Any) -> bool:
 
 
 def _ndim(p: Any) -> int:
-    return p.ndim if isinstance(p, Tensor) and p.dtype != torch.bool else 1
+    return 1 if _is_mask(p) else torch.as_tensor(p).ndim
 
 
 _MOVES: dict[str, Callable[..., int | None]] = {
@@ -303,6 +359,11 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "select": _selected,
     "index_select": _index_selected,
     "embedding": lambda s, index, weight, *_, **__: s.row_dim if s is index else None,
+    "layer_norm": _layer_normed,
+    "rms_norm": _layer_normed,
+    **{name: _along(name) for name in ALONG},
+    "to": lambda s, *_, **__: s.row_dim,
+    "type_as": lambda s, *_, **__: s.row_dim,
     "one_hot": lambda s, *_, **__: s.row_dim,
     "flatten": _flattened,
     "view": _viewed,
@@ -311,8 +372,10 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "concat": _concatenated,
     "split": lambda s, *_, **__: s.row_dim,
     "chunk": lambda s, *_, **__: s.row_dim,
-    "repeat_interleave": lambda s, *_, **__: s.row_dim,
-    "narrow": lambda s, *_, **__: s.row_dim,
+    "repeat_interleave": _repeated,
+    "squeeze": _squeezed,
+    "unbind": lambda s, x, dim=0: _selected(s, x, dim, 0),
+    "masked_select": lambda s, *_, **__: 0,
     "einsum": _einsummed,
     "linear": _linear,
     "matmul": _multiplied,
@@ -327,4 +390,3 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "__getitem__": indexed,
 }
 """Where each operation puts the rows of one of its arguments."""
-_NOT_ROW_BY_ROW = frozenset([*_MOVES, *REDUCTIONS, *_CONTRACTIONS, *_FIRST_ONLY, "__get__"])

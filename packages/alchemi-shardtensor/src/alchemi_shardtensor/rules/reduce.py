@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from alchemi_shardtensor.carry import SHARE
@@ -14,10 +15,11 @@ from alchemi_spec import MissingHandler
 
 _NAMES = (
     "amax amin max min argmax argmin prod std var std_mean var_mean norm median mode nanmean nansum logsumexp aminmax "
-    "count_nonzero cumsum cumprod sort argsort topk softmax log_softmax"
+    "count_nonzero cumsum cumprod logcumsumexp cummax cummin msort sort argsort topk softmax log_softmax"
 ).split()
 _REFUSED = tuple(getattr(space, n) for n in _NAMES for space in (Tensor, torch) if hasattr(space, n))
-_REFUSED += (torch.linalg.norm, torch.linalg.vector_norm, torch.nn.functional.softmax)
+_REFUSED += (torch.linalg.norm, torch.linalg.vector_norm, F.softmax, F.log_softmax, F.softmin, F.normalize)
+_REFUSED += (Tensor.cumsum_, Tensor.cumprod_)
 
 
 def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
@@ -45,7 +47,7 @@ def mean_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, k
     total = sum_over_rows.handler(shard, torch.sum, input, dim, keepdim, dtype=wide)
     n_rows = shard.n_owned if input.rows is PADDED else input.shape[input.row_dim]
     everyone = shard.comm.all_reduce(torch.tensor([n_rows], device=input.device, dtype=torch.float64))[0]
-    dims = range(input.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
+    dims = range(input.ndim) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
     others = torch.Size([input.shape[d] for d in dims if d % input.ndim != input.row_dim]).numel()
     mean: Tensor = total / (everyone * others)
     return mean.to(rest.get("dtype") or input.dtype)
@@ -69,4 +71,13 @@ def truth_over_rows(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Te
     return shard.comm.all_reduce(mine.to(torch.uint8), reduce).bool()
 
 
-RULES: list[Rule] = [sum_over_rows, mean_over_rows, truth_over_rows, refuse]
+@handles(F.batch_norm, F.scaled_dot_product_attention, when=lambda shard, named: "key" in named or named.get("training", False))
+def refuse_mixing(shard: Shard, op: Any, **named: Any) -> Tensor:
+    """Statistics over, or attention among, the rows of a share would be of the share only."""
+    raise MissingHandler(
+        f"{op.__name__} mixes rows of which this rank has a share.\n"
+        f"Normalise over features (layer_norm), attend along edges, or register a handler for this form."
+    )
+
+
+RULES: list[Rule] = [refuse_mixing, sum_over_rows, mean_over_rows, truth_over_rows, refuse]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alchemi_shardtensor.routing import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
-from alchemi_shardtensor.tensor import NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard, tag_in_place
+from alchemi_shardtensor.tensor import LOST, NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
 _IN_PLACE = (Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_)
@@ -91,6 +91,13 @@ def refuse_writes(shard: Shard, op: Any, **named: Any) -> Tensor:
     )
 
 
+@handles(Tensor.__setitem__, when=lambda shard, named: not isinstance(named["input"], ShardTensor))
+def write_into_plain(shard: Shard, op: Any, input: Tensor, index: Any, src: Any) -> None:
+    """A plain tensor that is filled from a share is a share, too; of which rows is not known."""
+    input[index] = src
+    tag_in_place(input, shard, LOST)
+
+
 @handles(Tensor.bincount, torch.bincount, when=lambda shard, named: getattr(named["input"], "points_at", None) is SYSTEMS)
 def count_per_system(shard: Shard, op: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """Of batch (N,): how many atoms each system has (B,), on all ranks together."""
@@ -100,6 +107,7 @@ def count_per_system(shard: Shard, op: Any, input: Tensor, weights: Tensor | Non
 
 RULES: list[Rule] = [
     refuse_writes,
+    write_into_plain,
     count_per_system,
     *_both_forms(per_system, points_at(SYSTEMS), SYSTEM),
     *_both_forms(to_receivers, points_at(NODES, RECEIVER), OWNED),
