@@ -82,8 +82,7 @@ def reference():
     ("name", "dtype", "n_ranks"),
     [
         *((name, torch.float64, n) for name in MODELS for n in (2, 3, 4)),
-        *(("mace", torch.float32, n) for n in (2, 3, 4)),
-        ("sevennet", torch.float32, 3),
+        *((name, torch.float32, n) for name in ("mace", "sevennet") for n in (2, 3, 4)),
     ],
     ids=str,
 )
