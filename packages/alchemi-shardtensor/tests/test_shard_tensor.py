@@ -9,6 +9,7 @@ from torch import Tensor
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
+    LOST,
     NODES,
     OWNED,
     RECEIVER,
@@ -474,3 +475,14 @@ def test_backward_leaves_the_whole_gradient_in_parameters_and_in_owned_rows(comm
     loss(mine, graph.local_edge_index, graph.local_batch, v).backward(inputs=[v])
     torch.testing.assert_close(plain(v.grad), w.grad * 1.5, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(plain(mine.grad), whole.grad[graph.mine], rtol=1e-12, atol=1e-12)
+
+
+def test_what_is_lost_stays_lost_whatever_it_meets():
+    x = tag(X, ONE.shard, OWNED)
+    total = tag(torch.ones(()), ONE.shard, SYSTEM)
+    scalar = torch.nn.functional.mse_loss(x, x * 2)
+    for lost in (scalar, scalar * 2, scalar + total, total * scalar, x * scalar, scalar * x, x[0] + x):
+        assert lost.rows is LOST
+    leaf = tag(X.clone(), ONE.shard, OWNED).requires_grad_()
+    with pytest.raises(MissingHandler, match="one rank's share or the"):
+        torch.autograd.grad(total + torch.nn.functional.mse_loss(leaf, leaf * 2), leaf)

@@ -101,8 +101,11 @@ class DistributedModel(nn.Module):
             raise SpecError(
                 f"the model's specification has no {', '.join(unknown)}: it has {', '.join(self.spec.output_kinds)}."
             )
-        missing = torch.tensor([why is not None for why in batch.why_no_stress()])
-        asked = [name for name in outputs if name != "stress" or not missing.all()]
+        asked = list(outputs)
+        if "stress" in asked:
+            missing = torch.tensor([why is not None for why in batch.why_no_stress()])
+            if missing.all():
+                asked.remove("stress")
         results = {name: self._whole(name, value) for name, value in self.model(data, asked).items()}
         if "stress" in results and missing.any():
             results["stress"] = results["stress"].masked_fill(missing.to(results["stress"].device)[:, None, None], 0)

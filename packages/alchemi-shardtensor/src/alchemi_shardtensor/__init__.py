@@ -9,6 +9,7 @@ from alchemi_shardtensor.table import HandlerTable, Rule, handles, points_at, ro
 from alchemi_shardtensor.tensor import (
     BOTH,
     EDGE,
+    LOST,
     NODES,
     OWNED,
     PADDED,
@@ -25,6 +26,7 @@ from alchemi_shardtensor.tensor import (
 __all__ = [
     "BOTH",
     "EDGE",
+    "LOST",
     "NODES",
     "OWNED",
     "OWNED_LAYOUT",

@@ -14,7 +14,7 @@ from alchemi_spec import MissingHandler
 
 SHARE = (OWNED, PADDED, EDGE, LOST)
 """Rows of which each rank holds its share only."""
-REDUCTIONS = frozenset(
+_REDUCTIONS = frozenset(
     "sum mean nansum nanmean prod any all amax amin max min argmax argmin aminmax std var std_mean var_mean norm "
     "linalg_vector_norm linalg_norm logsumexp median nanmedian mode count_nonzero".split()
 )
@@ -23,12 +23,12 @@ _VALUES_MOVE = frozenset(
     "__getitem__ __iter__ select narrow index_select gather take_along_dim masked_select view reshape flatten unflatten "
     "expand expand_as broadcast_to unsqueeze squeeze transpose swapaxes swapdims movedim moveaxis permute t T mT "
     "to type long int cpu cuda contiguous clone detach repeat repeat_interleave tile cat stack concat split chunk unbind "
-    "flip roll sort unique unique_consecutive where requires_grad_ copy_".split()
+    "flip roll sort unique unique_consecutive where copy".split()
 )
 """Operations whose integer results are still values of their integer arguments, so that an index still points."""
-ALONG = tuple("sort argsort topk softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin normalize".split())
+_ALONG = tuple("sort argsort topk softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin normalize".split())
 """Operations along one dim."""
-_SAME_PLACES = frozenset({"to", "contiguous", "clone", "long", "int", "detach", "cuda", "cpu", "requires_grad_"})
+_SAME_PLACES = frozenset({"to", "contiguous", "clone", "long", "int", "detach", "cuda", "cpu"})
 _CONTRACTIONS = frozenset(
     "einsum matmul mm bmm mv dot vdot inner outer linear bilinear tensordot __matmul__ __rmatmul__ cdist".split()
 )
@@ -41,7 +41,7 @@ def carried_row_by_row(op: Callable[..., Any], result: Any, sources: list[ShardT
     """The short way for what most operations are: every row of the result is made of the same row of like sources."""
     first = sources[0]
     mark = first.tag
-    if type(result) is not Tensor or mark.points_at is not None or result.ndim != first.ndim:
+    if type(result) is not Tensor or mark.points_at is not None or mark.rows is LOST or result.ndim != first.ndim:
         return False
     if getattr(op, "__name__", "") not in POINTWISE:
         return False
@@ -87,10 +87,12 @@ def carry(
     found = [s for s in sources if s.tag.points_at is not None]
     if found and name in _VALUES_MOVE and not result.is_floating_point() and result.dtype != torch.bool:
         target, end = found[0].tag.points_at, _end(name, found)
-    shares = [s for s in sources if s.tag.rows in SHARE and s.ndim]
+    shares = [s for s in sources if s.tag.rows in SHARE]
     if not shares:
         rows = SYSTEM if any(s.tag.rows is SYSTEM for s in sources) else None
         return tag_in_place(result, shard, rows, target, end) if rows or target else result
+    if len({s.tag.rows for s in shares}) > 1 or shares[0].tag.rows is LOST:  # what is lost stays lost, whatever it meets
+        return tag_in_place(result, shard, LOST, target, end)
     dim = _row_dim(name, result, shares[0], args, kwargs)
     if any(_row_dim(name, result, s, args, kwargs) != dim for s in shares[1:]) or (name in _MOVES and name is not full):
         dim = None  # two places for the rows; or the argument has changed its shape in place
@@ -125,7 +127,7 @@ def _row_dim(name: str, result: Tensor, source: ShardTensor, args: tuple[Any, ..
             return None
     given = (*args, *(value for key, value in kwargs.items() if key != "out"))
     tensors = list(_tensors(given))
-    if name in REDUCTIONS and len(tensors) == 1:  # torch.max(x, y) is elementwise
+    if name in _REDUCTIONS and len(tensors) == 1:  # torch.max(x, y) is elementwise
         return _reduced(source, bind(name, args, kwargs))
     if name and name not in POINTWISE and name not in ("max", "min"):
         return None
@@ -361,7 +363,7 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "embedding": lambda s, index, weight, *_, **__: s.row_dim if s is index else None,
     "layer_norm": _layer_normed,
     "rms_norm": _layer_normed,
-    **{name: _along(name) for name in ALONG},
+    **{name: _along(name) for name in _ALONG},
     "to": lambda s, *_, **__: s.row_dim,
     "type_as": lambda s, *_, **__: s.row_dim,
     "one_hot": lambda s, *_, **__: s.row_dim,
