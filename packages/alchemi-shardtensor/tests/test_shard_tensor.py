@@ -192,6 +192,8 @@ CARRIED = [
     lambda x: x[..., 0],
     lambda x: x[..., None, 1:],
     lambda x: x[:, [2, 0]],
+    lambda x: x[torch.arange(len(x)), (x[:, 0] > 0.5).long()],
+    lambda x: torch.stack([x[:, 0], torch.zeros_like(x)[torch.arange(len(x)), (x[:, 0] > 0.5).long()]]).sum(0),
     lambda x: x[:, [[0, 1], [2, 0]]],
     lambda x: x.T[1:],
     lambda x: x.T[[2, 0, 1], None],

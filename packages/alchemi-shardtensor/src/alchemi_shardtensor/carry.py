@@ -91,6 +91,8 @@ def carry(
     if not shares:
         rows = SYSTEM if any(s.tag.rows is SYSTEM for s in sources) else None
         return tag_in_place(result, shard, rows, target, end) if rows or target else result
+    if name == "__getitem__" and len(shares) > 1:  # x[arange(n), heads]: the rows are those of the index that has a tag
+        shares = [s for s in shares if s is not args[0]]
     if len({s.tag.rows for s in shares}) > 1 or shares[0].tag.rows is LOST:  # what is lost stays lost, whatever it meets
         return tag_in_place(result, shard, LOST, target, end)
     dim = _row_dim(name, result, shares[0], args, kwargs)
