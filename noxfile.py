@@ -17,7 +17,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = sorted(p.parent.name for p in (ROOT / "packages").glob("*/pyproject.toml"))
 DIST = ROOT / "dist"
 EXTRAS = {"alchemi-dist": "[cli]", "alchemi-shardtensor": "[testing]"}
-ALSO = {"alchemi-halo": ["alchemi-shardtensor[testing]", "hypothesis"], "alchemi-dist": ["alchemi-shardtensor[testing]"]}
+ALSO = {
+    "alchemi-halo": ["alchemi-shardtensor[testing]", "hypothesis"],
+    "alchemi-dist": ["alchemi-shardtensor[testing]"],
+    "alchemi-shardtensor": ["mpi4py", "mpich"],
+    "alchemi-spec": ["hypothesis"],
+}
 """What a package's tests need beside its declared dependencies."""
 TORCH = "torch" + PROJECT["tool"]["uv"]["constraint-dependencies"][0].removeprefix("torch")
 

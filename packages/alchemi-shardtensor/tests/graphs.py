@@ -2,16 +2,44 @@
 
 import torch
 
-from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, OWNED_LAYOUT, SYSTEMS, Routing, Shard, tag
-from alchemi_spec import SPEC_MPNN_HALO
+from alchemi_shardtensor import (
+    BOTH,
+    EDGE,
+    GLOBAL,
+    NODES,
+    OWNED,
+    PADDED,
+    STALE,
+    SYSTEM,
+    SYSTEMS,
+    Owners,
+    Routing,
+    Shard,
+    plain,
+    tag,
+)
+from alchemi_spec import DistributionSpec, GraphParallelPolicy, HaloStoragePolicy, LocalPolicy, ShardedStoragePolicy
+
+UNEVEN = [0] * 20 + [1, 1, 2]
+"""Of 23 nodes: rank 0 owns nearly all; rank 3 of four owns nothing."""
+LAYOUTS = {
+    "owned": HaloStoragePolicy(),
+    "padded": HaloStoragePolicy(layout="padded"),
+    "sharded": ShardedStoragePolicy(),
+    "exchanged": GraphParallelPolicy(collective="exchange"),
+    "gathered": GraphParallelPolicy(collective="all_gather"),
+    "replicated": GraphParallelPolicy(),
+    "local": LocalPolicy(),
+}
+"""`replicated`: per-node tensors hold all nodes, edges are shared out. `local`: every rank holds everything."""
 
 
 class RandomGraph:
-    """n nodes of `n_systems` systems, random edges, uneven random owners; every rank can see the whole."""
+    """n nodes of `n_systems` systems, random edges, random owners; every rank can see the whole."""
 
-    def __init__(self, comm, n=23, n_edges=90, n_systems=2, seed=0, owners=None):
+    def __init__(self, comm, n=23, n_edges=90, n_systems=2, seed=0, owners=None, layout="owned", spec=None):
         g = torch.Generator().manual_seed(seed)
-        self.comm, self.n, self.n_systems = comm, n, n_systems
+        self.comm, self.n, self.n_systems, self.layout = comm, n, n_systems, layout
         self.edge_index = torch.randint(0, n, (2, n_edges), generator=g)
         self.batch = torch.arange(n) * n_systems // n
         owner = torch.randint(0, comm.size, (n,), generator=g) if owners is None else torch.tensor(owners) % comm.size
@@ -24,27 +52,38 @@ class RandomGraph:
             read = read[owner[read] != rank]
             return read[torch.argsort(owner[read], stable=True)]
 
-        ghosts = ghosts_of(comm.rank)
+        self.ghosts = ghosts = ghosts_of(comm.rank)
         local = torch.full((n,), -1)
         local[self.mine] = torch.arange(len(self.mine))
         local[ghosts] = len(self.mine) + torch.arange(len(ghosts))
         sent = [g[owner[g] == comm.rank] for g in map(ghosts_of, range(comm.size))]
-        self.ghosts = ghosts
         self.routing = Routing(
             comm,
             len(self.mine),
             local[torch.cat(sent)],
             tuple(map(len, sent)),
             tuple(int((owner[ghosts] == r).sum()) for r in range(comm.size)),
+            owners=Owners.of(self.mine, comm),
         )
-        self.shard = Shard(SPEC_MPNN_HALO, self.routing, n_systems, OWNED_LAYOUT)
-        self.local_edge_index = tag(local[self.edge_index[:, self.edges]], self.shard, None, NODES, BOTH)
-        self.local_batch = tag(self.batch[self.mine], self.shard, OWNED, SYSTEMS)
+        if layout == "local":
+            self.routing, self.edges = Routing.alone(n, comm), torch.arange(n_edges)
+        self.shard = Shard.of(spec or DistributionSpec(policy=LAYOUTS[layout]), self.routing, n_systems)
+        ids = self.edge_index[:, self.edges]
+        self.local_edge_index = tag(ids if layout in ("sharded", "local") else local[ids], self.shard, None, NODES, BOTH)
+        self.local_batch = self.nodes(self.batch, SYSTEMS)
 
-    def owned(self, x):
-        """This rank's share of per-node values."""
-        return tag(x[self.mine].clone(), self.shard, OWNED)
+    def nodes(self, x, points_at=None):
+        """Per-node values (n, *F) as this layout's model sees them."""
+        if self.layout in ("replicated", "local"):
+            return tag(x.clone(), self.shard, GLOBAL, points_at)
+        rows = torch.cat([self.mine, self.ghosts]) if self.layout == "padded" else self.mine
+        return tag(x[rows], self.shard, PADDED if self.layout == "padded" else OWNED, points_at)
 
     def edge(self, x):
         """This rank's share of per-edge values."""
-        return tag(x[self.edges].clone(), self.shard, EDGE)
+        return tag(x[self.edges], self.shard, SYSTEM if self.layout == "local" else EDGE)
+
+    def owned(self, result):
+        """This rank's rows of a per-node result, whatever the layout."""
+        assert result.rows in (OWNED, PADDED, STALE, GLOBAL)
+        return plain(result)[self.mine if result.rows is GLOBAL else slice(len(self.mine))]

@@ -26,6 +26,7 @@ from alchemi_shardtensor import (
 from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
 from alchemi_spec import MissingHandler
 
+pytestmark = pytest.mark.filterwarnings("ignore:index_reduce.. is in beta")
 F64 = torch.float64
 OTHER_GATHERS = {
     "getitem": lambda x, i: x[i],
@@ -33,8 +34,22 @@ OTHER_GATHERS = {
     "index_select": lambda x, i: x.index_select(0, i),
     "torch.index_select": lambda x, i: torch.index_select(x, 0, index=i),
     "gather": lambda x, i: x.gather(0, i.view(-1, 1).expand(-1, 3)),
+    "take_along_dim": lambda x, i: x.take_along_dim(i[:, None], 0),
+    "torch.take_along_dim": lambda x, i: torch.take_along_dim(x, i.view(-1, 1), dim=0),
+    "F.embedding": lambda x, i: torch.nn.functional.embedding(i, x),
+    "torch.embedding": lambda x, i: torch.embedding(x, i),
     "torch.gather": lambda x, i: torch.gather(x, -2, i[:, None].expand(-1, 3)),
 }
+
+
+def scatter_by(reduce, include_self):
+    return lambda out, i, v: out.scatter_reduce(0, i.view(-1, 1).expand_as(v), v, reduce, include_self=include_self)
+
+
+def index_by(reduce, include_self):
+    return lambda out, i, v: out.index_reduce_(0, i, v, reduce, include_self=include_self)
+
+
 OTHER_SCATTERS = {
     "scatter_add_": lambda out, i, v: out.scatter_add_(0, i.view(-1, 1).expand_as(v), v),
     "scatter_add": lambda out, i, v: out.scatter_add(0, i.view(-1, 1).expand_as(v), v),
@@ -43,6 +58,10 @@ OTHER_SCATTERS = {
     "index_add": lambda out, i, v: out.index_add(0, i, source=v),
     "scatter_reduce_": lambda out, i, v: out.scatter_reduce_(0, i.view(-1, 1).expand_as(v), v, reduce="sum"),
     "scatter_reduce": lambda out, i, v: out.scatter_reduce(0, i.view(-1, 1).expand_as(v), v, "sum"),
+    "index_put_": lambda out, i, v: out.index_put_((i,), v, accumulate=True),
+    "torch.index_put": lambda out, i, v: torch.index_put(out, (i[:, None], torch.tensor([2, 0, 1])), v, accumulate=True),
+    **{f"scatter_{r}{s}": scatter_by(r, s) for r in ("mean", "amax", "amin") for s in (True, False)},
+    **{f"index_{r}{s}": index_by(r, s) for r in ("mean", "amax", "amin") for s in (True, False)},
 }
 
 
@@ -56,7 +75,7 @@ def test_a_gather_through_senders_exchanges_once_and_one_through_receivers_never
     graph, x = RandomGraph(comm), None
     x = values(comm, graph.n)
     gather = OTHER_GATHERS[form]
-    leaf = graph.owned(x).requires_grad_()
+    leaf = graph.nodes(x).requires_grad_()
     sender, receiver = graph.local_edge_index
     with count_traffic(comm) as traffic:
         rows, own = gather(leaf, sender), gather(leaf, receiver)
@@ -75,9 +94,10 @@ def test_a_scatter_equals_one_process_with_a_non_zero_accumulator(comm, form, ro
     scatter = OTHER_SCATTERS[form]
     expected = scatter(start.clone(), graph.edge_index[row], v)
     with count_traffic(comm) as traffic:
-        out = scatter(plain(graph.owned(start)), graph.local_edge_index[row], graph.edge(v))
+        out = scatter(plain(graph.nodes(start)), graph.local_edge_index[row], graph.edge(v))
     assert out.rows is OWNED
-    assert (traffic.reverses, traffic.exchanges) == (row == 0 and comm.size > 1, 0)
+    if "a" not in form.rpartition("_")[2].replace("add", ""):  # a mean or an extreme asks more of the ranks
+        assert (traffic.reverses, traffic.exchanges) == (row == 0 and comm.size > 1, 0)
     torch.testing.assert_close(plain(out), expected[graph.mine], rtol=0, atol=EXACT)
 
 
@@ -87,7 +107,7 @@ def test_a_scatter_through_the_batch_is_the_per_system_sum_on_every_rank(comm, f
     graph = RandomGraph(comm, n_systems=3)
     v, start = values(comm, graph.n), values(comm, 3)
     scatter = OTHER_SCATTERS[form]
-    out = scatter(start.clone(), graph.local_batch, graph.owned(v))
+    out = scatter(start.clone(), graph.local_batch, graph.nodes(v))
     assert out.rows is SYSTEM
     torch.testing.assert_close(plain(out), scatter(start, graph.batch, v), rtol=0, atol=EXACT)
 
@@ -97,7 +117,7 @@ def test_in_place_keeps_numbers_and_tag_when_its_result_is_dropped(comm):
     graph = RandomGraph(comm)
     v, out = values(comm, graph.n), torch.zeros(2, 3, dtype=F64)
     alias = out
-    out.index_add_(0, graph.local_batch, graph.owned(v))
+    out.index_add_(0, graph.local_batch, graph.nodes(v))
     assert isinstance(alias, ShardTensor) and alias.rows is SYSTEM
     torch.testing.assert_close(plain(alias).sum(0), v.sum(0))
 
@@ -109,7 +129,7 @@ def test_as_many_systems_as_rows_confuse_nothing(comm):
     graph = RandomGraph(comm, n=3 * comm.size, n_systems=3, owners=owners)
     v, per_system = values(comm, graph.n), values(comm, 3)
     assert graph.routing.n_owned == graph.n_systems
-    spread = tag(per_system, graph.shard, SYSTEM)[graph.local_batch] * graph.owned(v)
+    spread = tag(per_system, graph.shard, SYSTEM)[graph.local_batch] * graph.nodes(v)
     out = torch.zeros(3, 3, dtype=F64).index_add_(0, graph.local_batch, spread)
     expected = torch.zeros(3, 3, dtype=F64).index_add_(0, graph.batch, per_system[graph.batch] * v)
     torch.testing.assert_close(plain(out), expected)
@@ -138,7 +158,7 @@ def test_energy_gradient_and_strain_gradient_equal_one_process(comm, owners):
     energy = toy_energy(whole, graph.edge_index, graph.batch, strain, 2)
     forces, stress = torch.autograd.grad(energy.sum(), [whole, strain])
 
-    leaf, strain = graph.owned(x).requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True)
+    leaf, strain = graph.nodes(x).requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True)
     with count_traffic(comm) as traffic:
         shared = toy_energy(leaf, graph.local_edge_index, graph.local_batch, strain, 2)
         f, s = torch.autograd.grad(shared.sum(), [leaf, strain])
@@ -153,7 +173,7 @@ def test_energy_gradient_and_strain_gradient_equal_one_process(comm, owners):
 def test_sums_and_means_over_rows_are_global(comm):
     graph = RandomGraph(comm)
     x, w = values(comm, graph.n), values(comm, len(graph.edge_index[0]))
-    shared, edges = graph.owned(x), graph.edge(w)
+    shared, edges = graph.nodes(x), graph.edge(w)
     for mine, whole in ((shared, x), (edges, w)):
         for reduce in (torch.sum, torch.mean):
             for dim in (None, 0, -2, (0, 1)):
@@ -271,12 +291,12 @@ def test_any_selection_of_rows_sums_to_the_whole_selection(comm):
     """Also where a rank's selection is all, or none, of its atoms."""
     graph = RandomGraph(comm)
     x = values(comm, graph.n)
-    shared = graph.owned(x)
+    shared = graph.nodes(x)
     for chosen in (x[:, 0] > 0.5, x[:, 0] > 2, graph.mine[0] <= torch.arange(graph.n)):
         chosen = comm.broadcast_object(chosen)
         torch.testing.assert_close(plain(shared[chosen[graph.mine]].sum()), x[chosen].sum())
-        assert bool(graph.owned(chosen).any()) == bool(chosen.any())
-        assert bool(graph.owned(chosen).all()) == bool(chosen.all())
+        assert bool(graph.nodes(chosen).any()) == bool(chosen.any())
+        assert bool(graph.nodes(chosen).all()) == bool(chosen.all())
     for part in (shared.flatten(), shared.view(-1), shared[None], shared.T, torch.cat(shared.split(2))):
         torch.testing.assert_close(plain(part.sum()), x.sum())
 
@@ -289,29 +309,17 @@ def filled(z, x):
 @pytest.mark.parametrize(
     "refused",
     [
-        lambda x: x.max(),
-        lambda x: x.amax(0),
-        lambda x: torch.linalg.norm(x),
-        lambda x: x.std(),
-        lambda x: x.softmax(0),
         lambda x: torch.rand(6, 6, dtype=F64) @ x,
         lambda x: x[:, ONE.local_edge_index[0]],
-        lambda x: torch.zeros(6, 6, dtype=F64).scatter_reduce_(
-            0, ONE.local_edge_index[0][:, None].expand(-1, 6), x[:4], "amax"
-        ),
-        lambda x: torch.dot(x[:, 0], x[:, 1]),
-        lambda x: torch.einsum("ni,nj->ij", x, x),
         lambda x: x @ x.T,
         lambda x: torch.tensordot(x, x, 1),
         lambda x: torch.cdist(x, x),
-        lambda x: torch.linalg.vector_norm(x, 1),
         lambda x: x.topk(1, 0),
         lambda x: torch.einsum("ij,kj->ik", x, x),
         lambda x: torch.nn.functional.linear(x, x),
         lambda x: (x[:, 0].unsqueeze(1) - x[:, 0]).sum(),
         lambda x: torch.cumsum(x, 0).sum(),
         lambda x: x.cumsum_(0).sum(),
-        lambda x: torch.nn.functional.log_softmax(x, 0).sum(),
         lambda x: torch.nn.functional.batch_norm(x, None, None, training=True),
         lambda x: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
         lambda x: torch.nn.functional.normalize(x, dim=0),
@@ -319,7 +327,6 @@ def filled(z, x):
         lambda x: x.flip(0).sum(),
         lambda x: x.roll(1, 0).sum(),
         lambda x: torch.linalg.qr(x)[0].sum(),
-        lambda x: x.std(True),
         lambda x: x[:1].sum(),
         lambda x: (x[1:] - x[:-1]).sum(),
         lambda x: x[[0, 2]].sum(),
@@ -329,14 +336,22 @@ def filled(z, x):
         lambda x: filled(torch.zeros(6, 6, dtype=F64), x).sum(),
         lambda x: x[0].sum(),
         lambda x: x.T.max(1),
-        lambda x: torch.zeros(2, 6, dtype=F64).index_put((ONE.local_batch,), x, accumulate=True),
+        lambda x: x.argmax(),
+        lambda x: x.median(),
+        lambda x: x.prod(0),
+        lambda x: torch.linalg.norm(x, 2),
+        lambda x: torch.linalg.vector_norm(x, float("inf")),
+        lambda x: torch.zeros(2, 6, dtype=F64).scatter_reduce_(0, ONE.local_batch[:, None].expand(-1, 6), x, "prod"),
+        lambda x: torch.einsum("ni,mi->nm", x, x),
+        lambda x: torch.einsum("ni,nj->ij", x, torch.rand(6, 6, dtype=F64)),
+        lambda x: x.take_along_dim(ONE.local_edge_index[0]),
         lambda x: torch.zeros(2, 6, dtype=F64).__setitem__(ONE.local_batch, x),
         lambda x: torch.zeros(2, dtype=F64).scatter_(0, ONE.local_batch, x[:, 0], reduce="add"),
         lambda x: x[[ONE.local_edge_index[0], ONE.local_edge_index[1]]],
     ],
 )
 def test_what_would_be_wrong_on_a_share_is_refused_with_the_fix(refused):
-    with pytest.raises(MissingHandler, match="register|index|Sums are combined|Add with"):
+    with pytest.raises(MissingHandler, match="register|index|Sums, means|Add with|dim=0"):
         refused(tag(X.clone(), ONE.shard, OWNED))
 
 
@@ -431,7 +446,7 @@ def test_two_reduced_terms_do_not_share_their_gradients(comm):
     before = total.clone()
     comm.all_reduce(total)
     assert torch.equal(total, before)
-    leaf = graph.owned(x).requires_grad_()
+    leaf = graph.nodes(x).requires_grad_()
     terms = [torch.zeros(1, dtype=F64).index_add_(0, graph.local_batch, (leaf**p).sum(1)) for p in (1, 2)]
     (g,) = torch.autograd.grad((terms[0] + terms[1]).sum(), leaf)
     torch.testing.assert_close(plain(g), 1 + 2 * x[graph.mine])
@@ -468,7 +483,7 @@ def test_backward_leaves_the_whole_gradient_in_parameters_and_in_owned_rows(comm
         return (torch.zeros(2, dtype=F64).index_add_(0, batch, h.sum(1)) ** 2).sum()
 
     whole, w = x.clone().requires_grad_(), weights.clone().requires_grad_()
-    mine, v = graph.owned(x).requires_grad_(), weights.clone().requires_grad_()
+    mine, v = graph.nodes(x).requires_grad_(), weights.clone().requires_grad_()
     for _ in range(2):
         loss(whole, graph.edge_index, graph.batch, w).backward()
         loss(mine, graph.local_edge_index, graph.local_batch, v).backward()

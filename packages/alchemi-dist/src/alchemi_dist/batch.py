@@ -1,7 +1,7 @@
 """Structures: a whole `Batch` on one process, and a `ShardedBatch` of which each rank holds its share."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -21,7 +21,8 @@ class Batch:
     """B structures of N atoms together, on the CPU.
 
     `positions` (N, 3) Å; `atomic_numbers` (N,); `batch` (N,) which structure each atom belongs to, ascending;
-    `cell` (B, 3, 3) Å, rows; `pbc` (B, 3).
+    `cell` (B, 3, 3) Å, rows; `pbc` (B, 3). `per_atom` (N, *F) and `per_system` (B, *F): further fields by name, which reach
+    the model as they are: `charge` and `spin` of the data contract, or any of its own.
     """
 
     positions: Tensor
@@ -29,6 +30,8 @@ class Batch:
     batch: Tensor
     cell: Tensor
     pbc: Tensor
+    per_atom: Mapping[str, Tensor] = field(default_factory=dict)
+    per_system: Mapping[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse fields that do not fit together.
@@ -44,6 +47,12 @@ class Batch:
                 raise InputError(
                     f"{name} has shape {tuple(getattr(self, name).shape)}, but {shape} is needed beside the others."
                 )
+        for level, count in (("per_atom", n), ("per_system", systems)):
+            for name, value in getattr(self, level).items():
+                if name in shapes or len(value) != count:
+                    raise InputError(
+                        f"{level} field {name!r} of shape {tuple(value.shape)} must have {count} rows, and a name of its own."
+                    )
         if not self.cell.isfinite().all():
             raise InvalidCell(f"a cell has entries that are nan or infinite: {self.cell.tolist()}.")
         if n and not (int(self.batch.min()) >= 0 and int(self.batch.max()) < systems):
@@ -51,7 +60,10 @@ class Batch:
 
     @classmethod
     def from_ase(cls, frames: Atoms | Sequence[Atoms], dtype: torch.dtype = torch.float64) -> "Batch":
-        """One ASE Atoms, or several as one batch. Positions are taken as they are, not wrapped."""
+        """One ASE Atoms, or several as one batch. Positions are taken as they are, not wrapped.
+
+        `charge` (e) and `spin` (2S + 1) are read from `atoms.info` if any structure has them; others are neutral singlets.
+        """
         listed = [frames] if isinstance(frames, Atoms) else list(frames)
         if not listed:
             raise InputError("a batch has at least one structure.")
@@ -62,6 +74,11 @@ class Batch:
             torch.repeat_interleave(torch.arange(len(listed)), sizes),
             torch.from_numpy(np.stack([a.cell.array for a in listed])).to(dtype),
             torch.from_numpy(np.stack([a.pbc for a in listed])),
+            per_system={
+                name: torch.tensor([a.info.get(name, neutral) for a in listed], dtype=kind)
+                for name, neutral, kind in (("charge", 0.0, dtype), ("spin", 1, torch.int64))
+                if any(name in a.info for a in listed)
+            },
         )
 
     def to_ase(self) -> list[Atoms]:
@@ -72,6 +89,7 @@ class Batch:
                 self.positions[self.batch == b].numpy(),
                 cell=self.cell[b].numpy(),
                 pbc=self.pbc[b].numpy(),
+                info={name: self.per_system[name][b].item() for name in ("charge", "spin") if name in self.per_system},
             )
             for b in range(len(self.cell))
         ]
@@ -82,7 +100,8 @@ class ShardedBatch:
     """A batch shared out over ranks: this rank's atoms, and every structure's cell.
 
     `positions` (n_owned, 3), `atomic_numbers` and `batch` (n_owned,) and `ids` (n_owned,), the rows of the whole batch
-    that they are; `cell` (B, 3, 3) and `pbc` (B, 3) of all structures; `n_atoms` of the whole batch.
+    that they are; `cell` (B, 3, 3) and `pbc` (B, 3) of all structures; `n_atoms` of the whole batch; further fields
+    `per_atom` (n_owned, *F) and `per_system` (B, *F).
     """
 
     config: DomainConfig
@@ -93,6 +112,8 @@ class ShardedBatch:
     cell: Tensor
     pbc: Tensor
     n_atoms: int
+    per_atom: Mapping[str, Tensor] = field(default_factory=dict)
+    per_system: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def share(cls, batch: Batch | None, config: DomainConfig | None = None) -> "ShardedBatch":
@@ -116,7 +137,16 @@ class ShardedBatch:
         batch, owner = comm.broadcast_object((batch, owner))
         ids = (owner == comm.rank).nonzero().flatten()
         return cls(
-            config, batch.positions[ids], batch.atomic_numbers[ids], batch.batch[ids], ids, batch.cell, batch.pbc, len(owner)
+            config,
+            batch.positions[ids],
+            batch.atomic_numbers[ids],
+            batch.batch[ids],
+            ids,
+            batch.cell,
+            batch.pbc,
+            len(owner),
+            {name: value[ids] for name, value in batch.per_atom.items()},
+            batch.per_system,
         )
 
     @property

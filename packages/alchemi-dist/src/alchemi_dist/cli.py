@@ -78,16 +78,17 @@ def evaluate_command(
 
 
 def _on_ranks(ranks: int | None, device: Device, arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """The items of `evaluate` on rank 0, on ranks that torchrun started or that are started here."""
+    """The items of `evaluate` on rank 0, on ranks that torchrun or mpiexec started or that are started here."""
     sys.path.insert(0, os.getcwd())  # for module:factory
-    if "WORLD_SIZE" in os.environ:
-        comm = comm_from_environment(device.value)
+    comm = comm_from_environment(device.value)
+    if comm.group is not None:
         if ranks not in (None, comm.size):
-            raise ValueError(f"--ranks {ranks} under torchrun with {comm.size} ranks: leave --ranks out.")
+            raise ValueError(f"--ranks {ranks} under a launcher that started {comm.size} ranks: leave --ranks out.")
         yield from (item for item in evaluate(comm, *arguments) if comm.rank == 0)
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     elif ranks in (None, 1):
-        yield from evaluate(comm_from_environment(device.value), *arguments)
+        yield from evaluate(comm, *arguments)
     else:
         with RankPool(ranks, device.value, preload=["alchemi_dist.evaluate", module_of(arguments[2])]) as pool:
             yield from pool.stream(evaluate, *arguments)

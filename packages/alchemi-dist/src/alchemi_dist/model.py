@@ -1,6 +1,7 @@
 """DistributedModel: a model that sees one process's atoms, run on all ranks' atoms."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,18 +12,27 @@ from alchemi_dist.registry import find_strategy
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
+    GLOBAL,
     NODES,
     OWNED,
-    OWNED_LAYOUT,
     PADDED,
+    PARTIAL,
+    STALE,
     SYSTEM,
     SYSTEMS,
+    Comm,
     DomainConfig,
+    Edges,
+    Owners,
+    Routing,
     Shard,
+    ShardTensor,
+    adapted,
+    find_layout,
     plain,
     tag,
 )
-from alchemi_spec import DistributionSpec, MissingHandler, Model, OutputKind, SpecError, check_elements
+from alchemi_spec import GatherInputsFull, MissingHandler, MLIPSpec, Model, OutputKind, SpecError, check_elements
 
 
 class DistributedModel(nn.Module):
@@ -31,29 +41,18 @@ class DistributedModel(nn.Module):
     The model is moved to the rank's device. `spec` replaces the model's own `distribution_spec`.
     """
 
-    def __init__(self, model: nn.Module, config: DomainConfig | None = None, spec: DistributionSpec | None = None) -> None:
+    def __init__(self, model: nn.Module, config: DomainConfig | None = None, spec: MLIPSpec | None = None) -> None:
         """Prepare `model` for the ranks of `config`, default a world of one."""
         super().__init__()
         self.config = config or DomainConfig()
-        self.spec = spec or cast(Model, model).distribution_spec
+        self.spec = spec or cast(Model[Tensor], model).distribution_spec
+        self.table = find_layout(self.spec.distribution)
         self.model = model.to(self.config.comm.device)
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        """The output without its tag, which must say what its kind says."""
-        expected = SYSTEM if self.spec.output_kinds[name] is OutputKind.PER_GRAPH else OWNED
-        found = getattr(value, "rows", None)
-        if found is not expected:
-            raise MissingHandler(
-                f"the model's {name} should have {expected} rows, but they are {found}: it was reduced or built in a way that "
-                f"is not known to be right on a share of the atoms.\n"
-                f"Sum per-atom values through data['batch'], and make per-atom values from per-atom values."
-            )
-        return plain(value)
-
     @property
-    def contract(self) -> Model:
+    def contract(self) -> Model[Tensor]:
         """The model, by what alchemi-spec says that it has."""
-        return cast(Model, self.model)
+        return cast(Model[Tensor], self.model)
 
     def forward(self, batch: ShardedBatch, outputs: Sequence[str] = ("energy", "forces", "stress")) -> dict[str, Tensor]:
         """Energy (B,) in eV on every rank, forces (n_owned, 3) in eV/Å of this rank's atoms, stress (B, 3, 3) in eV/Å^3.
@@ -67,32 +66,57 @@ class DistributedModel(nn.Module):
         """
         return self.compute(self.prepare(batch), batch, outputs)
 
-    def prepare(self, batch: ShardedBatch) -> dict[str, Tensor]:
-        """Check this rank's atoms, find their edges and ghosts, and tag every field of the data contract."""
-        comm = batch.comm
+    def prepare(self, batch: ShardedBatch, edges: Edges | None = None) -> dict[str, Tensor]:
+        """Check this rank's atoms, find their edges and ghosts (or take `edges`), and tag every field of the data contract."""
+        comm, storage = batch.comm, self.table.storage
         if (comm.group, comm.device) != (self.config.comm.group, self.config.comm.device):
             raise SpecError("the batch was shared out over other ranks than this model's: use one DomainConfig for both.")
         with comm.agreement():
             check_positions(batch.positions, batch.ids)
             check_elements(batch.atomic_numbers.tolist(), self.contract.elements, batch.ids.tolist())
-        routing, edge_index, shifts = find_strategy(self.config.strategy).connect(
-            batch.positions, batch.batch, batch.cell, batch.pbc, self.contract.cutoff, comm
-        )
-        shard = Shard(self.spec, routing.to(comm.device), len(batch.cell), OWNED_LAYOUT)
+        atoms = {"positions": batch.positions, "atomic_numbers": batch.atomic_numbers, "batch": batch.batch, **batch.per_atom}
+        if storage.replicated:
+            atoms = {name: comm.all_gather_rows(field) for name, field in atoms.items()}
+        routing, edge_index, shifts = edges or self._connect(batch, atoms)
+        rows = GLOBAL if storage.replicated else OWNED
+        if storage.padded:
+            ghosts = routing.exchange_all(*atoms.values())
+            atoms = {name: torch.cat([atoms[name], more]) for name, more in zip(atoms, ghosts, strict=True)}
+            rows = PADDED
+        if self._needs_owners:
+            routing = replace(routing, owners=Owners.of(batch.ids, comm))
+            ids = routing.padded(batch.ids)
+            edge_index = ids[edge_index] if storage.global_ids else edge_index
+        routing = storage.prepared(routing.to(comm.device))
+        shard = Shard(self.spec.distribution, routing, len(batch.cell), self.table)
 
         def put(t: Tensor, *what: Any) -> Tensor:
             return tag(t.to(comm.device), shard, *what)
 
+        n_reached = routing.n_owned + routing.n_ghost
         return {
-            "positions": put(batch.positions, OWNED),
-            "atomic_numbers": put(batch.atomic_numbers, OWNED),
-            "batch": put(batch.batch, OWNED, SYSTEMS),
+            **{name: put(field, rows, SYSTEMS if name == "batch" else None) for name, field in atoms.items()},
+            **{name: field.to(comm.device) for name, field in batch.per_system.items()},
             "cell": batch.cell.to(comm.device),
             "pbc": batch.pbc.to(comm.device),
             "edge_index": put(edge_index, None, NODES, BOTH),
-            "edge_shifts": put(shifts.to(batch.positions.dtype), EDGE),
-            "nodes": put(torch.arange(routing.n_owned + routing.n_ghost), PADDED, NODES),
+            "edge_shifts": put(shifts.to(batch.positions.dtype), SYSTEM if storage.replicated else EDGE),
+            "nodes": put(ids if storage.global_ids else torch.arange(n_reached), PADDED, NODES),
         }
+
+    @property
+    def _needs_owners(self) -> bool:
+        """Rows are asked for by global id."""
+        transforms = (t for op in self.spec.distribution.custom_ops for t in op.arg_transforms.values())
+        return self.table.storage.global_ids or any(isinstance(t, GatherInputsFull) for t in transforms)
+
+    def _connect(self, batch: ShardedBatch, atoms: Mapping[str, Tensor]) -> Edges:
+        """The edges of these atoms, by the strategy; of ghosts' too, as deep as the policy says."""
+        comm, storage, policy = batch.comm, self.table.storage, self.spec.distribution.policy
+        depth = 1 if storage.folds else getattr(policy, "depth", 1)
+        strategy, among = find_strategy(self.config.strategy), Comm() if storage.replicated else comm
+        edges = strategy.connect(atoms["positions"], atoms["batch"], batch.cell, batch.pbc, self.contract.cutoff, among, depth)
+        return edges._replace(routing=Routing.alone(len(atoms["batch"]), comm)) if storage.replicated else edges
 
     def compute(self, data: Mapping[str, Tensor], batch: ShardedBatch, outputs: Sequence[str]) -> dict[str, Tensor]:
         """The model's outputs for prepared data; call it again after changing `data["positions"]` in place."""
@@ -106,7 +130,32 @@ class DistributedModel(nn.Module):
             missing = torch.tensor([why is not None for why in batch.why_no_stress()])
             if missing.all():
                 asked.remove("stress")
-        results = {name: self._whole(name, value) for name, value in self.model(data, asked).items()}
+        shard = cast(ShardTensor, data["positions"]).shard
+        with adapted(self.spec.distribution):
+            results = self.model(data, asked)
+        results = {name: self._whole(name, value, shard, batch) for name, value in results.items()}
         if "stress" in results and missing.any():
             results["stress"] = results["stress"].masked_fill(missing.to(results["stress"].device)[:, None, None], 0)
         return results
+
+    def _whole(self, name: str, value: Tensor, shard: Shard, batch: ShardedBatch) -> Tensor:
+        """The output without its tag, whole: on every rank, or of this rank's atoms, as its kind says."""
+        kind, rows = self.spec.output_kinds[name], getattr(value, "rows", None)
+        per_graph, per_node = (kind in (k, OutputKind.UNKNOWN) for k in (OutputKind.PER_GRAPH, OutputKind.PER_NODE))
+        if kind is OutputKind.GLOBAL or (per_graph and rows is SYSTEM) or (per_node and rows is OWNED):
+            return plain(value)
+        if per_graph and name in self.spec.all_reduce_outputs and rows in (PARTIAL, None):
+            return shard.comm.all_reduce(plain(value))
+        if per_node and rows is GLOBAL:
+            before = sum(batch.comm.all_gather(torch.tensor(len(batch.ids))).tolist()[: batch.comm.rank])
+            return plain(value)[before : before + len(batch.ids)]
+        if per_node and (rows in (PADDED, STALE) or (rows is None and name in self.spec.owned_only_outputs)):
+            return plain(value)[: shard.n_owned]
+        if per_node and rows is None and shard.storage.padded:
+            return shard.routing.folded(value)
+        raise MissingHandler(
+            f"the model's {name} is {kind} by its specification, but its rows are {rows}: it was reduced or built in a way "
+            f"that is not known to be right on a share of the atoms.\n"
+            f"Sum per-atom values through data['batch'], and make per-atom values from per-atom values; or say in the "
+            f"specification how it comes (owned_only_outputs, all_reduce_outputs)."
+        )

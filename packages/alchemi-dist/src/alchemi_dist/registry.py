@@ -19,8 +19,10 @@ class Strategy(Protocol):
         """The rank (N,) that owns each atom (N, 3)."""
         ...
 
-    def connect(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm) -> Edges:
-        """All edges of this rank's atoms and the routing of their ghosts."""
+    def connect(
+        self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
+    ) -> Edges:
+        """All edges of this rank's atoms, of their senders too for depth 2, and so on; and the routing of all senders."""
         ...
 
 

@@ -31,9 +31,12 @@ class HaloStrategy:
                 owner[members] = (part + system) % n_ranks
         return owner
 
-    def connect(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm) -> Edges:
+    def connect(
+        self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
+    ) -> Edges:
         """All edges within `cutoff` Å of this rank's atoms, and the routing of the remote atoms among their senders.
 
+        For `depth` 2 all edges of those senders, too, and so on: what so many layers need that exchange nothing.
         `positions` (n_owned, 3) and `batch` (n_owned,) are this rank's, `cell` (B, 3, 3) and `pbc` (B, 3) all systems'.
         Every rank must call it, also one without atoms.
         """
@@ -41,7 +44,7 @@ class HaloStrategy:
         inside = frames.wrapped(positions, batch)
         regions = comm.all_gather(frames.bounds(inside, batch))
         offers = [
-            frames.within(cutoff + SLACK, regions[rank], inside, batch).nonzero().flatten()
+            frames.within(depth * cutoff + SLACK, regions[rank], inside, batch).nonzero().flatten()
             if rank != comm.rank
             else torch.empty(0, dtype=torch.long)
             for rank in range(comm.size)
@@ -52,13 +55,13 @@ class HaloStrategy:
         candidates = comm.all_to_all(rows[offered], send, receive)
 
         points = torch.cat([rows, candidates])
-        sender, receiver, shifts = _pairs(points[:, :3], points[:, 3].long(), n, frames, cutoff)
+        sender, receiver, shifts = _pairs(points[:, :3], points[:, 3].long(), n, frames, cutoff, depth)
         read = torch.zeros(len(candidates), dtype=torch.bool)
         read[sender[sender >= n] - n] = True
         wanted = comm.all_to_all(read, receive, send)
         local = torch.cat([torch.arange(n), n - 1 + read.long().cumsum(0)])
         routing = Routing(comm, n, offered[wanted], _counts(wanted, send), _counts(read, receive))
-        return Edges(routing, torch.stack([local[sender], receiver]), shifts)
+        return Edges(routing, torch.stack([local[sender], local[receiver]]), shifts)
 
 
 def _bisect(scaled: Tensor, rows: Tensor, parts: int) -> list[Tensor]:
@@ -73,17 +76,24 @@ def _bisect(scaled: Tensor, rows: Tensor, parts: int) -> list[Tensor]:
     return _bisect(scaled, rows[:cut], left) + _bisect(scaled, rows[cut:], parts - left)
 
 
-def _pairs(points: Tensor, batch: Tensor, n_owned: int, frames: Frames, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Senders (E,), owned receivers (E,) and shifts (E, 3) of all pairs within `cutoff`, sorted by receiver."""
+def _pairs(
+    points: Tensor, batch: Tensor, n_owned: int, frames: Frames, cutoff: float, depth: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Senders (E,), receivers (E,) and shifts (E, 3) of the pairs within `cutoff`, sorted by receiver.
+
+    Receivers are owned, or send to an owned one over fewer than `depth` edges.
+    """
     search = NeighborList(cutoff=cutoff, full_list=True, sorted=True, n_threads=torch.get_num_threads())
     found = []
     for system in batch[:n_owned].unique().tolist():
         rows = (batch == system).nonzero().flatten()
         box, periodic = frames.vectors[system].numpy(), frames.periodic[system].numpy()
-        i, j, shift = search.compute(points[rows].numpy(), box, periodic, "ijS")
-        i, j = rows[torch.from_numpy(i.astype("int64"))], rows[torch.from_numpy(j.astype("int64"))]
-        mine = i < n_owned
-        found.append((j[mine], i[mine], torch.from_numpy(shift)[mine].double()))
+        i, j, shift = map(torch.from_numpy, search.compute(points[rows].numpy(), box, periodic, "ijS"))
+        i, j, receives = i.long(), j.long(), rows < n_owned
+        for _ in range(depth - 1):
+            receives[j[receives[i]]] = True
+        kept = receives[i]
+        found.append((rows[j[kept]], rows[i[kept]], shift[kept].double()))
     if not found:
         return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), torch.empty(0, 3, dtype=torch.float64)
     sender, receiver, shifts = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -1,5 +1,7 @@
 """The arguments of torch's operations under one set of names, whatever the form of the call."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 _GATHER = ("input", "dim", "index")
@@ -20,6 +22,12 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "scatter": _SCATTER,
     "scatter_add": _SCATTER,
     "scatter_reduce": _SCATTER,
+    "take_along_dim": ("input", "index", "dim"),
+    "embedding": ("input", "weight"),
+    "segment_reduce": ("input", "reduce"),
+    "repeat_interleave": ("input", "repeats", "dim"),
+    "unique": ("input", "sorted", "return_inverse", "return_counts", "dim"),
+    "unique_consecutive": ("input", "return_inverse", "return_counts", "dim"),
     "bincount": ("input", "weights", "minlength"),
     "unbind": ("input", "dim"),
     "stack": ("tensors", "dim"),
@@ -35,7 +43,15 @@ _NAMES: dict[str, tuple[str, ...]] = {
     "normalize": ("input", "ord", "dim"),
 }
 _REDUCE = ("input", "dim", "keepdim")
-_ALIASES = {"source": "src", "values": "src", "indices": "index", "axis": "dim", "keepdims": "keepdim", "size": "shape"}
+_ALIASES = {
+    "source": "src",
+    "values": "src",
+    "indices": "index",
+    "data": "input",
+    "axis": "dim",
+    "keepdims": "keepdim",
+    "size": "shape",
+}
 _REST = {"view": "shape", "reshape": "shape", "flip": "dims"}
 _DEFAULT_DIM = {"sort": -1, "argsort": -1, "topk": -1, "normalize": 1}
 """Where no dim is named."""
@@ -63,3 +79,25 @@ def bind(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, 
     if name in _DEFAULT_DIM:
         named.setdefault("dim", _DEFAULT_DIM[name])
     return named
+
+
+Binder = Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]
+
+
+def binder(op: Any) -> Binder:
+    """What gives the arguments of `op` their names: those of its schema for an operator of torch.ops, else those of `bind`."""
+    if not _schemas(op):
+        return partial(bind, base(op.__name__))
+    names = argument_names(op)
+    return lambda args, kwargs: dict(zip(names, args, strict=False)) | kwargs
+
+
+def argument_names(op: Any) -> list[str]:
+    """What an operator of torch.ops calls its arguments; a packet's first overload, where it has several."""
+    return [argument.name for argument in _schemas(op)[0].arguments]
+
+
+def _schemas(op: Any) -> list[Any]:
+    if hasattr(op, "overloads"):
+        return [getattr(op, name)._schema for name in op.overloads()]
+    return [op._schema] if hasattr(op, "_schema") else []

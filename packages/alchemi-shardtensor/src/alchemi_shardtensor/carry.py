@@ -8,12 +8,26 @@ import torch
 from torch import Tensor
 
 from alchemi_shardtensor.arguments import base, bind
+from alchemi_shardtensor.collectives import sum_over_ranks
+from alchemi_shardtensor.contract import CONTRACTIONS, contracts_rows, einsummed, linear, multiplied, tensordotted
 from alchemi_shardtensor.pointwise import POINTWISE
-from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Ends, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import (
+    GLOBAL,
+    LOST,
+    PADDED,
+    PARTIAL,
+    REPLICATED,
+    SHARE,
+    STALE,
+    SYSTEM,
+    Ends,
+    Rows,
+    Shard,
+    ShardTensor,
+    tag_in_place,
+)
 from alchemi_spec import MissingHandler
 
-SHARE = (OWNED, PADDED, EDGE, LOST)
-"""Rows of which each rank holds its share only."""
 _REDUCTIONS = frozenset(
     "sum mean nansum nanmean prod any all amax amin max min argmax argmin aminmax std var std_mean var_mean norm "
     "linalg_vector_norm linalg_norm logsumexp median nanmedian mode count_nonzero".split()
@@ -29,10 +43,6 @@ _VALUES_MOVE = frozenset(
 _ALONG = tuple("sort argsort topk softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin normalize".split())
 """Operations along one dim."""
 _SAME_PLACES = frozenset({"to", "contiguous", "clone", "long", "int", "detach", "cuda", "cpu"})
-_CONTRACTIONS = frozenset(
-    "einsum matmul mm bmm mv dot vdot inner outer linear bilinear tensordot __matmul__ __rmatmul__ cdist".split()
-)
-"""Operations that sum over a dim that two tensors share, or pair all rows with all."""
 _FIRST_ONLY = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 """What other arguments lend is a type or a shape."""
 
@@ -41,7 +51,7 @@ def carried_row_by_row(op: Callable[..., Any], result: Any, sources: list[ShardT
     """The short way for what most operations are: every row of the result is made of the same row of like sources."""
     first = sources[0]
     mark = first.tag
-    if type(result) is not Tensor or mark.points_at is not None or mark.rows is LOST or result.ndim != first.ndim:
+    if type(result) is not Tensor or mark.points_at is not None or mark.rows in (LOST, PARTIAL) or result.ndim != first.ndim:
         return False
     if getattr(op, "__name__", "") not in POINTWISE:
         return False
@@ -72,11 +82,16 @@ def carry(
         return type(result)(parts)
     if not isinstance(result, Tensor):
         return result
-    full = getattr(op, "__name__", "")  # a scripted module's method has none
+    full = "" if isinstance(op, torch.ScriptMethod) else getattr(op, "__name__", "")
     full = full if full != "__get__" else op.__self__.__name__  # type: ignore[attr-defined]
     name = base(full)
     if name.startswith("new_"):
         return result
+    if not name and any(s.tag.points_at for s in sources):
+        raise MissingHandler(
+            "a scripted module was handed an index that points at other rows: what it gathers or adds inside cannot be seen.\n"
+            "Use the module before it was scripted, or replace the call by a MethodAdapter."
+        )
     if name is full:  # not in place: an argument that comes back is the caller's own
         for a in args:
             if a is result:
@@ -87,25 +102,54 @@ def carry(
     found = [s for s in sources if s.tag.points_at is not None]
     if found and name in _VALUES_MOVE and not result.is_floating_point() and result.dtype != torch.bool:
         target, end = found[0].tag.points_at, _end(name, found)
+    if any(s.tag.rows is PARTIAL for s in sources):
+        return tag_in_place(result, shard, PARTIAL if _is_linear(name, args) else LOST)
     shares = [s for s in sources if s.tag.rows in SHARE]
     if not shares:
-        rows = SYSTEM if any(s.tag.rows is SYSTEM for s in sources) else None
+        rows = _replicated(result, sources)
         return tag_in_place(result, shard, rows, target, end) if rows or target else result
     if name == "__getitem__" and len(shares) > 1:  # x[arange(n), heads]: the rows are those of the index that has a tag
         shares = [s for s in shares if s is not args[0]]
-    if len({s.tag.rows for s in shares}) > 1 or shares[0].tag.rows is LOST:  # what is lost stays lost, whatever it meets
+    kinds = {s.tag.rows for s in shares}
+    kind = STALE if kinds == _FRESH_AND_STALE else shares[0].tag.rows
+    if (len(kinds) > 1 and kind is not STALE) or kind is LOST:  # what is lost stays lost, whatever it meets
         return tag_in_place(result, shard, LOST, target, end)
     dim = _row_dim(name, result, shares[0], args, kwargs)
     if any(_row_dim(name, result, s, args, kwargs) != dim for s in shares[1:]) or (name in _MOVES and name is not full):
         dim = None  # two places for the rows; or the argument has changed its shape in place
     dim = dim if dim is not None and 0 <= dim < result.ndim else None
-    if dim is None and name in _CONTRACTIONS:
+    if dim is None and name in CONTRACTIONS:
+        if contracts_rows(name, args, kwargs):
+            return tag_in_place(sum_over_ranks(result, shard.comm), shard, SYSTEM)
         raise MissingHandler(
             f"{name} contracts over this rank's rows only: {', '.join(str(tuple(s.shape)) for s in shares)}.\n"
             f"Multiply row-wise and reduce through the batch index, or register a handler for this form."
         )
-    rows = LOST if dim is None else shares[0].tag.rows
-    return tag_in_place(result, shard, rows, target, end, dim or 0)
+    if dim is not None and kind in _FRESH_AND_STALE and result.shape[dim] != shard.n_owned + shard.n_ghost:
+        dim = None  # some of the rows: which of them are ghosts is not known
+    return tag_in_place(result, shard, LOST if dim is None else kind, target, end, dim or 0)
+
+
+_FRESH_AND_STALE = {PADDED, STALE}
+_LINEAR = frozenset(
+    "sum neg view reshape flatten squeeze unsqueeze select __getitem__ T mT transpose permute clone detach contiguous "
+    "double float add sub mul div __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ grad data".split()
+)
+"""Operations of which the sum over ranks is the operation on the sum, if a factor is a number."""
+
+
+def _is_linear(name: str, args: tuple[Any, ...]) -> bool:
+    others = args[1:] if name in ("__getitem__", "select") else args
+    parts = [getattr(a, "rows", None) is PARTIAL for a in _tensors(others)]
+    scaled = "mul" in name or "div" in name
+    shifted = ("add" in name or "sub" in name) and len(parts) < 2
+    return name in _LINEAR and all(parts) and not shifted and (not scaled or len(parts) == 1)
+
+
+def _replicated(result: Tensor, sources: list[ShardTensor]) -> Rows | None:
+    """Made of what every rank has alike: still all atoms where it has as many rows as they."""
+    kept = (s.tag.rows is GLOBAL and result.ndim and s.ndim and len(result) == len(s) for s in sources)
+    return GLOBAL if any(kept) else SYSTEM if any(s.tag.rows in REPLICATED for s in sources) else None
 
 
 def _point_no_more(part: Any) -> Any:
@@ -245,52 +289,6 @@ def _repeated(s: ShardTensor, x: Tensor, repeats: Any, dim: int | None = None, *
     return s.row_dim if dim is not None or s.ndim == 1 else None
 
 
-def _einsummed(s: ShardTensor, equation: str, *operands: Any) -> int | None:
-    """Where the letter of the rows stands in the output; None where it is summed, repeated, or differs between terms."""
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
-    terms = inputs.split(",")
-    dots = max(x.ndim - len(t.replace("...", "")) for t, x in zip(terms, listed, strict=True))
-    places = set()
-    for term, x in zip(terms, listed, strict=True):
-        letters = _letters(term, x.ndim, dots)
-        if x is s:
-            letter = letters[s.row_dim]
-            target = _letters(output, len(output.replace("...", "")) + (dots if "..." in output else 0), dots)
-            places.add(target.index(letter) if arrow and target.count(letter) == letters.count(letter) == 1 else None)
-    return places.pop() if len(places) == 1 else None
-
-
-def _letters(term: str, ndim: int, dots: int) -> list[str]:
-    """One name for each dim of a term of an einsum; the dims of `...` are named from the last."""
-    before, ellipsis, after = term.partition("...")
-    n = ndim - len(before) - len(after) if ellipsis else 0
-    return [*before, *(f".{k}" for k in range(dots - n, dots)), *after]
-
-
-def _linear(s: ShardTensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int | None:
-    return s.row_dim if s is input and s is not weight and s is not bias and s.row_dim < s.ndim - 1 else None
-
-
-def _multiplied(s: ShardTensor, a: Tensor, b: Tensor) -> int | None:
-    """Rows that are not contracted: of a in front of its last dim, of b in its last or before its last two."""
-    ndim = max(a.ndim, b.ndim) - (a.ndim == 1) - (b.ndim == 1)
-    if a is b or (s is a and s.row_dim == a.ndim - 1):
-        return None
-    if s is a:
-        return ndim - a.ndim + s.row_dim + (b.ndim == 1)
-    from_end = b.ndim - s.row_dim
-    return None if b.ndim == 1 or from_end == 2 else ndim - from_end + (a.ndim == 1 and from_end > 2)
-
-
-def _tensordotted(s: ShardTensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> int | None:
-    """Of a what is left, then of b what is left."""
-    in_a, in_b = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
-    gone_a, gone_b = ({d % t.ndim for d in ([ds] if isinstance(ds, int) else ds)} for t, ds in ((a, in_a), (b, in_b)))
-    gone, before = (gone_a, 0) if s is a else (gone_b, a.ndim - len(gone_a))
-    return None if a is b or s.row_dim in gone else before + s.row_dim - sum(d < s.row_dim for d in gone)
-
-
 def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
     """Which dim of x[index] enumerates the rows of `s`, which is x itself or one of the indices.
 
@@ -357,6 +355,9 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "mH": _last_two,
     "adjoint": _last_two,
     "expand": _prepended,
+    "expand_as": lambda s, x, like: s.row_dim + like.ndim - s.ndim,
+    "view_as": lambda s, x, like: _viewed(s, x, like.shape),
+    "reshape_as": lambda s, x, like: _viewed(s, x, like.shape),
     "broadcast_to": _prepended,
     "repeat": _prepended,
     "tile": _prepended,
@@ -380,16 +381,16 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "squeeze": _squeezed,
     "unbind": lambda s, x, dim=0: _selected(s, x, dim, 0),
     "masked_select": lambda s, *_, **__: 0,
-    "einsum": _einsummed,
-    "linear": _linear,
-    "matmul": _multiplied,
-    "mm": _multiplied,
-    "bmm": _multiplied,
-    "tensordot": _tensordotted,
-    "mv": _multiplied,
-    "dot": _multiplied,
-    "__matmul__": _multiplied,
-    "__rmatmul__": lambda s, b, a: _multiplied(s, a, b),
+    "einsum": einsummed,
+    "linear": linear,
+    "matmul": multiplied,
+    "mm": multiplied,
+    "bmm": multiplied,
+    "tensordot": tensordotted,
+    "mv": multiplied,
+    "dot": multiplied,
+    "__matmul__": multiplied,
+    "__rmatmul__": lambda s, b, a: multiplied(s, a, b),
     **dict.fromkeys(("vdot", "inner", "outer", "bilinear", "cdist"), lambda *_: None),
     "__getitem__": indexed,
 }

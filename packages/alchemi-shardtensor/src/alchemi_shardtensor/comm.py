@@ -1,4 +1,4 @@
-"""Ranks talk through a `Comm` and through nothing else; with no process group it is a world of one."""
+"""Ranks talk through a `Comm` and through nothing else; with nothing to carry its tensors it is a world of one."""
 
 import pickle
 import traceback
@@ -11,70 +11,82 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from alchemi_shardtensor.transport import GroupTransport, Reduction, Transport
 from alchemi_spec import AlchemiError, RankFailure
 
 
 @dataclass
 class Traffic:
-    """What a rank has sent: calls of each kind, and the bytes of its own rows in exchanges and reverses."""
+    """What a rank has sent: calls of each kind, and the bytes of its own rows in exchanges and reverses.
+
+    `host_syncs`: how often it waited for its device, where `testing.count_traffic` counts that.
+    """
 
     exchanges: int = 0
     reverses: int = 0
     reductions: int = 0
     bytes: int = 0
+    host_syncs: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Comm:
-    """A process group, this rank's place in it and the device it computes on. `Comm()` is a world of one."""
+    """Ranks, this one's place among them and the device it computes on. `Comm()` is a world of one.
 
-    group: dist.ProcessGroup | None = None
+    `group`: a process group, or another transport (`mpi_comm` makes one over MPI).
+    """
+
+    group: dist.ProcessGroup | Transport | None = None
     device: torch.device = field(default=torch.device("cpu"))
     rank: int = field(init=False, default=0)
     size: int = field(init=False, default=1)
     traffic: Traffic = field(init=False, default_factory=Traffic)
+    transport: Transport | None = field(init=False, repr=False, default=None)
 
     def __post_init__(self) -> None:
-        if self.group is not None:
-            object.__setattr__(self, "rank", dist.get_rank(self.group))
-            object.__setattr__(self, "size", dist.get_world_size(self.group))
+        group = self.group
+        transport = GroupTransport(group, self.device) if isinstance(group, dist.ProcessGroup) else group
+        if transport is not None:
+            object.__setattr__(self, "transport", transport)
+            object.__setattr__(self, "rank", transport.rank)
+            object.__setattr__(self, "size", transport.size)
 
     def all_to_all(self, rows: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:
         """Rows (sum(send), *F), grouped by destination -> rows (sum(receive), *F), grouped by source."""
-        if self.group is None:
+        if self.transport is None:
             return rows
-        wire = self._outbound(rows)
+        wire = _outbound(rows, self.transport)
         got = wire.new_empty(sum(receive), *wire.shape[1:])
-        dist.all_to_all_single(got, wire, list(receive), list(send), group=self.group)
-        return self._inbound(got, rows)
+        self.transport.all_to_all(got, wire, receive, send)
+        return _inbound(got, rows)
 
     def all_gather(self, t: Tensor) -> Tensor:
         """(*F), of one shape on all ranks -> (size, *F)."""
-        if self.group is None:
+        if self.transport is None:
             return t[None]
-        wire = self._outbound(t)
+        wire = _outbound(t, self.transport)
         got = wire.new_empty(self.size, *wire.shape)
-        dist.all_gather(list(got.unbind(0)), wire, group=self.group)
-        return self._inbound(got, t)
+        self.transport.all_gather(got, wire)
+        return _inbound(got, t)
 
     def all_gather_rows(self, rows: Tensor) -> Tensor:
         """(n_r, *F) with its own n_r on each rank -> (sum of n_r, *F), in the order of ranks."""
         counts = self.all_gather(torch.tensor(len(rows))).tolist()
         return self.all_to_all(rows.repeat(self.size, *[1] * (rows.ndim - 1)), [len(rows)] * self.size, counts)
 
-    def all_reduce(self, t: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """(*F) on each rank -> their sum (or `op`) on every rank, in a new tensor."""
+    def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
+        """(*F) on each rank -> their sum (or `op`) on every rank, in a new tensor. A sum of bools is true where any is."""
         self.traffic.reductions += 1
-        if self.group is None:
+        if self.transport is None:
             return t.clone()
-        wire = self._outbound(t)
+        wire = _outbound(t, self.transport)
         wire = wire.clone() if wire.data_ptr() == t.data_ptr() else wire  # it is overwritten
-        dist.all_reduce(wire, op, group=self.group)
-        return self._inbound(wire, t)
+        self.transport.all_reduce(wire, "max" if t.dtype == torch.bool and op == "sum" else op)
+        return _inbound(wire, t)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """One picklable value of each rank, on every rank."""
-        if self.group is None:
+        if self.transport is None:
             return [value]
         blob = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor(len(blob))).tolist()
@@ -82,12 +94,12 @@ class Comm:
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """`source`'s picklable value, on every rank; what the others pass is ignored."""
-        if self.group is None:
+        if self.transport is None:
             return value
         blob = torch.frombuffer(bytearray(pickle.dumps(value if self.rank == source else None)), dtype=torch.uint8)
         size = int(self.all_gather(torch.tensor(len(blob)))[source])
-        blob = self._outbound(blob if self.rank == source else blob.new_empty(size))
-        dist.broadcast(blob, group_src=source, group=self.group)
+        blob = _outbound(blob if self.rank == source else blob.new_empty(size), self.transport)
+        self.transport.broadcast(blob, source)
         return value if self.rank == source else pickle.loads(blob.cpu().numpy().tobytes())
 
     def agree(self, error: Exception | None) -> None:
@@ -107,23 +119,16 @@ class Comm:
             error = caught
         self.agree(error)
 
-    def _outbound(self, t: Tensor) -> Tensor:
-        """The tensor as the group can carry it: contiguous, not bool, through the host where it must."""
-        t = t.view(torch.uint8) if t.dtype == torch.bool else t
-        return t.detach().to(self._carrier(t.device)).contiguous()
 
-    def _inbound(self, t: Tensor, like: Tensor) -> Tensor:
-        t = t.to(like.device)
-        return t.view(torch.bool) if like.dtype == torch.bool else t
+def _outbound(t: Tensor, transport: Transport) -> Tensor:
+    """The tensor as the transport can carry it: contiguous, not bool, through the host where it must."""
+    t = t.view(torch.uint8) if t.dtype == torch.bool else t
+    return t.detach().to(transport.carrier(t.device)).resolve_conj().resolve_neg().contiguous()
 
-    def _carrier(self, device: torch.device) -> torch.device:
-        """NCCL carries CUDA tensors and gloo the host's; `cpu:gloo,cuda:nccl` carries both."""
-        config = dist.get_backend_config(self.group)
-        if device.type == "cuda" and "cuda:nccl" not in config:
-            return torch.device("cpu")
-        if device.type == "cpu" and "cpu:" not in config:
-            return self.device
-        return device
+
+def _inbound(t: Tensor, like: Tensor) -> Tensor:
+    t = t.to(like.device)
+    return t.view(torch.bool) if like.dtype == torch.bool else t
 
 
 def _picklable(error: Exception, rank: int) -> Exception:

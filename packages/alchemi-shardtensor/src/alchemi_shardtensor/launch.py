@@ -1,6 +1,8 @@
-"""Ranks as worker processes of this one, kept between calls; the same function runs under torchrun."""
+"""Ranks as worker processes of this one, kept between calls; the same function runs under torchrun and mpiexec."""
 
+import importlib
 import inspect
+import io
 import multiprocessing
 import os
 import pickle
@@ -9,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from types import ModuleType
 from typing import Any, Literal
 
 import cloudpickle
@@ -22,6 +25,8 @@ GRACE_S = 3.0
 """How long the other ranks may take to report an error of their own before they are stopped."""
 PRELOADED = ("torch", "torch.distributed", "torch.fx.experimental.symbolic_shapes", "alchemi_shardtensor")
 """Imported once, before the ranks are forked; the third is what `autograd.grad` imports at its first call."""
+MPIEXEC = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+"""How many ranks mpiexec started, as MPICH (and Intel MPI) and Open MPI say it."""
 
 
 class RankPool:
@@ -110,7 +115,7 @@ class RankPool:
         if not self._workers:
             self._start()
         self._busy = True
-        job = cloudpickle.dumps((ranks, function, args, kwargs))
+        job = _pickled((ranks, function, args, kwargs))
         waiting: dict[Any, int] = {connection: rank for rank, (_, connection) in enumerate(self._workers)}
         try:
             for connection in list(waiting):
@@ -158,19 +163,55 @@ class RankPool:
         return kind, value
 
 
+class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ModuleType) and type(obj) is not ModuleType:  # torch.ops, which cloudpickle does not know
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _pickled(job: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(job)
+    return buffer.getvalue()
+
+
 def comm_from_environment(device: Literal["cpu", "cuda"] = "cpu") -> Comm:
-    """The ranks that torchrun (RANK, WORLD_SIZE, ...) started, or a world of one without it.
+    """The ranks that torchrun (WORLD_SIZE, ...) or mpiexec started, or a world of one without either.
+
+    For MPI start `mpiexec -n 4 python -m mpi4py script.py`: without `-m mpi4py` the others wait for ever for one that failed.
 
     Raises:
         ValueError: for CUDA where there is none.
+        ImportError: under mpiexec without mpi4py, which the extra `mpi` brings.
+        RankFailure: under an mpiexec that is not of the MPI library that mpi4py has loaded.
 
     """
     _require(device)
-    if "WORLD_SIZE" not in os.environ:
-        return Comm(None, torch.device(device))
-    if not dist.is_initialized():
-        dist.init_process_group(_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-    return Comm(dist.group.WORLD, _device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    if "WORLD_SIZE" in os.environ:
+        if not dist.is_initialized():
+            dist.init_process_group(_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        return Comm(dist.group.WORLD, _device(device, int(os.environ.get("LOCAL_RANK", "0"))))
+    for name in MPIEXEC:
+        if name in os.environ:
+            return _mpi_comm(device, int(os.environ[name]))
+    return Comm(None, torch.device(device))
+
+
+def _mpi_comm(device: str, started: int) -> Comm:
+    try:
+        mpi = importlib.import_module("alchemi_shardtensor.mpi")
+    except ImportError as error:
+        raise ImportError(
+            f"mpiexec has started {started} ranks, but mpi4py is not installed: pip install 'alchemi-shardtensor[mpi]'"
+        ) from error
+    comm: Comm = mpi.mpi_comm(device=_device(device, mpi.local_rank()))
+    if comm.size != started:
+        raise RankFailure(
+            f"mpiexec has started {started} ranks, but mpi4py's MPI library finds {comm.size}: "
+            f"use the mpiexec of that library, which is {mpi.MPI.get_vendor()[0]}"
+        )
+    return comm
 
 
 def _require(device: str) -> None:

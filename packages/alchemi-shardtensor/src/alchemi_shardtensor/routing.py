@@ -1,12 +1,89 @@
-"""Who sends which rows to whom, and the exchange over it with its adjoint. Frozen; made with the neighbour list."""
+"""Who owns what, who sends which rows to whom, and the exchange over it. Frozen; made with the neighbour list."""
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from alchemi_shardtensor.collectives import Travel, all_gather_rows, reduce_scatter_rows
 from alchemi_shardtensor.comm import Comm
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """Which rank owns each node, by global id, and as which of its rows; the same on every rank.
+
+    `rank` (N,), `row` (N,), and how many nodes each rank owns.
+    """
+
+    comm: Comm
+    rank: Tensor
+    row: Tensor
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, ids: Tensor, comm: Comm) -> "Owners":
+        """From the global ids (n_owned,) of this rank's rows. Every rank must call it.
+
+        Raises:
+            ValueError: on every rank, unless each of 0 ... N-1 is owned once.
+
+        """
+        counts = comm.all_gather(torch.tensor(len(ids))).tolist()
+        everyone = all_gather_rows(ids, counts, comm)
+        rows = torch.cat([torch.arange(n) for n in counts]).to(ids.device)
+        ranks = torch.repeat_interleave(torch.arange(comm.size), torch.tensor(counts)).to(ids.device)
+        order = torch.argsort(everyone)
+        if not torch.equal(everyone[order], torch.arange(len(everyone), device=ids.device)):
+            raise ValueError(
+                f"each of the ids 0 ... {len(everyone) - 1} must be owned by one rank, once: {counts} rows are owned"
+            )
+        return cls(comm, ranks[order], rows[order], tuple(counts))
+
+    @property
+    def n_owned(self) -> int:
+        """How many nodes this rank owns."""
+        return self.counts[self.comm.rank]
+
+    @property
+    def ids(self) -> Tensor:
+        """The global ids (n_owned,) of this rank's rows, in their order."""
+        mine = (self.rank == self.comm.rank).nonzero().flatten()
+        return mine[torch.argsort(self.row[mine])]
+
+    @property
+    def place(self) -> Tensor:
+        """Where each node (N,) stands when all ranks' rows are gathered in the order of ranks."""
+        starts = torch.tensor([0, *self.counts[:-1]], device=self.rank.device).cumsum(0)
+        return starts[self.rank] + self.row
+
+    def route(self, index: Tensor) -> tuple["Routing", Tensor]:
+        """The routing that brings the remote rows among `index`, global ids of any shape, each once; and the local ids.
+
+        Every rank must call it.
+
+        Raises:
+            IndexError: on every rank, where a value is no node's id.
+
+        """
+        n, comm = len(self.rank), self.comm
+        with comm.agreement():
+            if index.numel() and not (int(index.min()) >= 0 and int(index.max()) < n):
+                raise IndexError(f"an index that points at {n} nodes has values from {int(index.min())} to {int(index.max())}")
+        read = torch.zeros(n, dtype=torch.bool, device=index.device)
+        read[index.flatten()] = True
+        read &= self.rank != comm.rank
+        remote = read.nonzero().flatten()
+        remote = remote[torch.argsort(self.rank[remote], stable=True)]
+        receive = torch.bincount(self.rank[remote], minlength=comm.size)
+        every = comm.all_gather(receive).tolist()
+        send = [row[comm.rank] for row in every]
+        asked = comm.all_to_all(self.row[remote], receive.tolist(), send)
+        local = self.row.clone()
+        local[remote] = self.n_owned + torch.arange(len(remote), device=index.device)
+        idle = not any(map(sum, every))
+        return Routing(comm, self.n_owned, asked, tuple(send), tuple(receive.tolist()), self, idle), local[index]
 
 
 @dataclass(frozen=True, eq=False)
@@ -14,7 +91,9 @@ class Routing:
     """Which owned rows each peer reads as ghosts.
 
     `send`: rows of mine that others read, grouped by the rank they go to (`send_splits` of them to each); the same row
-    may go to several. Ghosts arrive grouped by owner, `recv_splits` from each.
+    may go to several. Ghosts arrive grouped by owner, `recv_splits` from each. `owners`: where global ids are used.
+    `idle`: it is known that no rank reads anything of another. `place`: where each ghost stands among all ranks' rows,
+    if they are to arrive by an all-gather.
     """
 
     comm: Comm
@@ -22,13 +101,20 @@ class Routing:
     send: Tensor
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
+    owners: Owners | None = None
+    idle: bool = False
+    place: Tensor | None = None
+    counts: tuple[int, ...] = ()
+    """How many rows each rank owns, where they are gathered."""
+    shards: list[Any] = field(init=False, default_factory=list, repr=False)
+    """What has been made with this routing: see `Shard.of`."""
 
     @classmethod
     def alone(cls, n_owned: int, comm: Comm | None = None) -> "Routing":
         """A routing on which nobody reads anything of anybody."""
         comm = comm or Comm()
         nothing = (0,) * comm.size
-        return cls(comm, n_owned, torch.empty(0, dtype=torch.long, device=comm.device), nothing, nothing)
+        return cls(comm, n_owned, torch.empty(0, dtype=torch.long, device=comm.device), nothing, nothing, idle=True)
 
     @property
     def n_ghost(self) -> int:
@@ -37,27 +123,72 @@ class Routing:
 
     def to(self, device: torch.device) -> "Routing":
         """The same routing for rows on `device`."""
-        return replace(self, send=self.send.to(device))
+        return replace(self, send=self.send.to(device), place=None if self.place is None else self.place.to(device))
+
+    def by(self, collective: Literal["auto", "exchange", "all_gather"]) -> "Routing":
+        """The same ghosts, brought by this collective. `auto`: all rows are gathered where most are read somewhere.
+
+        Every rank must call it. An all-gather sends each row once to all; an exchange sends it to each that reads it, after
+        packing: where a rank reads more than three quarters of the others' rows, packing costs more than it spares.
+        """
+        counts = self.comm.all_gather(torch.tensor([self.n_owned, self.n_ghost])).tolist()
+        total = sum(n for n, _ in counts)
+        dense = any(ghosts > 0.75 * (total - n) for n, ghosts in counts)
+        if self.comm.size == 1 or collective == "exchange" or (collective == "auto" and not dense):
+            return replace(self, place=None)
+        before = sum(n for n, _ in counts[: self.comm.rank])
+        mine = before + torch.arange(self.n_owned, device=self.send.device)
+        return replace(self, place=replace(self, place=None).exchange(mine), counts=tuple(n for n, _ in counts))
 
     def exchange(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> ghost rows (n_ghost, *F). Adjoint: `reverse`. Every rank must call it."""
-        if len(owned) != self.n_owned:
-            raise ValueError(f"exchange takes this rank's {self.n_owned} owned rows, not {len(owned)}")
-        return Exchange.apply(owned, self)  # type: ignore[no-any-return,no-untyped-call]
+        return self.exchange_all(owned)[0]
+
+    def exchange_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
+        """`exchange` of several fields, of any dtypes, in one message."""
+        _check_rows("exchange", "owned", self.n_owned, fields)
+        if self.place is not None:
+            return tuple(self._gathered(owned) for owned in fields)
+        sent = [owned.index_select(0, self.send) for owned in fields]
+        return Travel.apply(self.comm, self.send_splits, self.recv_splits, False, *sent)  # type: ignore[no-any-return,no-untyped-call]
 
     def reverse(self, ghosts: Tensor) -> Tensor:
         """Ghost rows (n_ghost, *F) -> summed into owned rows (n_owned, *F). Adjoint: `exchange`. Every rank must call it."""
-        if len(ghosts) != self.n_ghost:
-            raise ValueError(f"reverse takes this rank's {self.n_ghost} ghost rows, not {len(ghosts)}")
-        return Reverse.apply(ghosts, self)  # type: ignore[no-any-return,no-untyped-call]
+        return self.reverse_all(ghosts)[0]
+
+    def reverse_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
+        """`reverse` of several fields in one message."""
+        _check_rows("reverse", "ghost", self.n_ghost, fields)
+        if self.place is not None:
+            return tuple(self._scattered(ghosts) for ghosts in fields)
+        home = Travel.apply(self.comm, self.recv_splits, self.send_splits, True, *fields)  # type: ignore[no-untyped-call]
+        return tuple(h.new_zeros(self.n_owned, *h.shape[1:]).index_add(0, self.send, h) for h in home)
+
+    def _gathered(self, owned: Tensor) -> Tensor:
+        return all_gather_rows(owned, self.counts, self.comm).index_select(0, self.place)  # type: ignore[arg-type]
+
+    def _scattered(self, ghosts: Tensor) -> Tensor:
+        everyone = ghosts.new_zeros(sum(self.counts), *ghosts.shape[1:]).index_add(0, self.place, ghosts)  # type: ignore[arg-type]
+        return reduce_scatter_rows(everyone, self.counts, self.comm)
 
     def padded(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F); alone, the owned rows are all."""
-        return owned if self.comm.size == 1 else torch.cat([owned, self.exchange(owned)])
+        return owned if self.is_still else torch.cat([owned, self.exchange(owned)])
 
     def folded(self, both: Tensor) -> Tensor:
         """[owned | ghost] rows (n_owned + n_ghost, *F) -> owned rows (n_owned, *F), the ghosts' added by their owners."""
-        return both if self.comm.size == 1 else both[: self.n_owned] + self.reverse(both[self.n_owned :])
+        return both if self.is_still else both[: self.n_owned] + self.reverse(both[self.n_owned :])
+
+    @property
+    def is_still(self) -> bool:
+        """No rank reads anything of another, so that nothing has to be sent."""
+        return self.comm.size == 1 or self.idle
+
+
+def _check_rows(verb: str, kind: str, n: int, fields: tuple[Tensor, ...]) -> None:
+    for f in fields:
+        if len(f) != n:
+            raise ValueError(f"{verb} takes this rank's {n} {kind} rows, not {len(f)}")
 
 
 class Edges(NamedTuple):
@@ -71,58 +202,28 @@ class Edges(NamedTuple):
     edge_index: Tensor
     shifts: Tensor
 
+    @classmethod
+    def of(cls, routing: Routing, edge_index: Tensor, shifts: Tensor) -> "Edges":
+        """Edges from anywhere, in any order. Every rank must call it.
 
-class Exchange(torch.autograd.Function):
-    """Owned rows (n_owned, *F) -> ghost rows (n_ghost, *F). Adjoint: Reverse."""
+        Raises:
+            ValueError: on every rank, for an edge that is listed twice or names a row that is not there.
 
-    @staticmethod
-    def forward(ctx: Any, owned: Tensor, routing: Routing) -> Tensor:
-        """Send to each peer the rows that it reads."""
-        ctx.routing = routing
-        sent = owned.index_select(0, routing.send)
-        routing.comm.traffic.exchanges += 1
-        routing.comm.traffic.bytes += sent.nbytes
-        return routing.comm.all_to_all(sent, routing.send_splits, routing.recv_splits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Ghost gradients go home."""
-        return Reverse.apply(grad, ctx.routing), None  # type: ignore[no-untyped-call]
-
-
-class Reverse(torch.autograd.Function):
-    """Ghost rows (n_ghost, *F) -> summed into owned rows (n_owned, *F). Adjoint: Exchange."""
-
-    @staticmethod
-    def forward(ctx: Any, ghosts: Tensor, routing: Routing) -> Tensor:
-        """Return to each owner its ghosts' rows and add them up there."""
-        ctx.routing = routing
-        routing.comm.traffic.reverses += 1
-        routing.comm.traffic.bytes += ghosts.nbytes
-        home = routing.comm.all_to_all(ghosts, routing.recv_splits, routing.send_splits)
-        return home.new_zeros(routing.n_owned, *home.shape[1:]).index_add_(0, routing.send, home)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Each ghost's row has its owner's gradient."""
-        return Exchange.apply(grad, ctx.routing), None  # type: ignore[no-untyped-call]
-
-
-class SumOverRanks(torch.autograd.Function):
-    """Partial sums (*F) -> their total (*F) on every rank. Gradients of replicated values are partial: self-adjoint."""
-
-    @staticmethod
-    def forward(ctx: Any, partial: Tensor, comm: Comm) -> Tensor:
-        """Add up over ranks."""
-        ctx.comm = comm
-        return comm.all_reduce(partial)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Add up the ranks' partial gradients."""
-        return SumOverRanks.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
-
-
-def sum_over_ranks(partial: Tensor, comm: Comm) -> Tensor:
-    """Partial sums (*F) -> their total (*F) on every rank; differentiable, self-adjoint. Every rank must call it."""
-    return SumOverRanks.apply(partial, comm)  # type: ignore[no-any-return,no-untyped-call]
+        """
+        with routing.comm.agreement():
+            rows = torch.tensor([routing.n_owned + routing.n_ghost, routing.n_owned])
+            edges = torch.cat([edge_index.T.to(shifts.dtype), shifts], dim=1)
+            _, place, count = torch.unique(edges, dim=0, return_inverse=True, return_counts=True)
+            faults = {
+                f"names a row beyond {rows.tolist()}": ((edge_index < 0) | (edge_index >= rows[:, None])).any(0),
+                "is listed twice, and would count twice": count[place] > 1,
+            }
+            for why, wrong in faults.items():
+                if wrong.any():
+                    i, j, *shift = edges[wrong][0].int().tolist()
+                    raise ValueError(
+                        f"rank {routing.comm.rank}'s edge from {i} to {j} with shift {shift} {why}.\n"
+                        f"List every edge of an owned receiver once, by local ids."
+                    )
+        order = torch.argsort(edge_index[1], stable=True)
+        return cls(routing, edge_index[:, order], shifts[order])

@@ -4,58 +4,97 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
-from alchemi_shardtensor.arguments import base, bind
+from alchemi_shardtensor.arguments import Binder, binder
 from alchemi_shardtensor.carry import carried_row_by_row, carry
-from alchemi_shardtensor.tensor import End, PointsAt, Rows, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.storage import Storage
+from alchemi_shardtensor.tensor import End, Fired, PointsAt, Rows, Shard, ShardTensor, tag_in_place
+from alchemi_spec import MissingHandler
 
 Op = Callable[..., Any]
+Ruled = tuple[Binder, list["Rule"]]
 Predicate = Callable[[Shard, dict[str, Any]], bool]
 
 
 class Rule(NamedTuple):
-    """One line of a table: a handler, when it applies, and its result's rows (None: the handler has tagged it itself)."""
+    """One line of a table: a handler, when it applies, and its result's rows (None: the handler has tagged it itself).
 
-    ops: tuple[Op, ...]
+    An operator of torch.ops may be given by its name, `namespace::name` for all overloads or `namespace::name.overload`.
+    """
+
+    ops: tuple[Op | str, ...]
     when: Predicate
     handler: Callable[..., Any]
     rows: Rows | None
 
 
-def handles(*ops: Op, when: Predicate, rows: Rows | None = None) -> Callable[[Callable[..., Any]], Rule]:
+def handles(*ops: Op | str, when: Predicate, rows: Rows | None = None) -> Callable[[Callable[..., Any]], Rule]:
     """Make a rule of a handler `(shard, op, **arguments)`, which sees plain tensors under the op's documented names."""
     return lambda handler: Rule(ops, when, handler, rows)
 
 
 class HandlerTable:
-    """Rules in order; the first whose predicate holds takes the operation. A value: `table + [rule]` is another table."""
+    """Rules in order; the first whose predicate holds takes the operation. A value: `table + [rule]` is another table.
 
-    def __init__(self, rules: Sequence[Rule]) -> None:
+    `storage`: how the layout that it serves reaches rows.
+    """
+
+    def __init__(self, rules: Sequence[Rule], storage: Storage | None = None) -> None:
         """Index the rules by operation, keeping their order."""
-        self.rules = tuple(rules)
-        self._of: dict[Op, tuple[str, list[Rule]]] = {}
+        self.rules, self.storage = tuple(rules), storage or Storage()
+        self._of: dict[Op, Ruled | None] = {}
+        self._named: dict[str, list[Rule]] = {}
         for rule in self.rules:
             for op in rule.ops:
-                self._of.setdefault(op, (base(op.__name__), []))[1].append(rule)
+                if isinstance(op, str):
+                    self._named.setdefault(op, []).append(rule)
+                else:
+                    self._of.setdefault(op, (binder(op), []))[1].append(rule)  # type: ignore[index]
 
     def __add__(self, rules: Sequence[Rule]) -> "HandlerTable":
         """A table in which `rules` are asked first."""
-        return HandlerTable((*rules, *self.rules))
+        return HandlerTable((*rules, *self.rules), self.storage)
 
     def dispatch(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
+        if len(sources) > 1 and any(s.tag.shard is not shard for s in sources):
+            raise MissingHandler(
+                f"{op.__name__} of tensors of two partitions: their rows are not the same atoms.\n"
+                f"Wrap both with the same spec, meta and n_systems, or take the tag off with plain(x)."
+            )
         ruled = self._of.get(op)
+        if ruled is None and isinstance(op, _OPERATORS):
+            ruled = self._by_name(op)
         if ruled is not None:
-            name, rules = ruled
-            named = bind(name, args, kwargs)
+            bound, rules = ruled
+            named = bound(args, kwargs)
             for rule in rules:
                 if rule.when(shard, named):
                     result = rule.handler(shard, op, **named)
-                    return result if rule.rows is None else tag_in_place(result, shard, rule.rows)
+                    result = result if rule.rows is None else tag_in_place(result, shard, rule.rows)
+                    return result if shard.fired is None else _traced(shard.fired, op, rule.handler, result)
         result = op(*args, **kwargs)
-        if ruled is None and carried_row_by_row(op, result, sources):
-            return result
-        return carry(op, result, shard, sources, args, kwargs)
+        if ruled is not None or not carried_row_by_row(op, result, sources):
+            result = carry(op, result, shard, sources, args, kwargs)
+        return result if shard.fired is None else _traced(shard.fired, op, None, result)
+
+    def _by_name(self, op: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> Ruled | None:
+        """The rules of an operator that was registered after the table was made; one overload's before those of all."""
+        if op not in self._of:
+            names = [op.name(), op.name().partition(".")[0]] if isinstance(op, OpOverload) else [op._qualified_op_name]
+            found = [rule for name in dict.fromkeys(names) for rule in self._named.get(name, [])]
+            self._of[op] = (binder(op), found) if found else None
+        return self._of[op]
+
+
+_OPERATORS = (OpOverload, OpOverloadPacket)
+
+
+def _traced(fired: list[Fired], op: Op, handler: Op | None, result: Any) -> Any:
+    name = getattr(op, "__name__", type(op).__name__)
+    fired.append(Fired(name, handler and handler.__name__, getattr(result, "rows", None)))
+    return result
 
 
 def points_at(target: PointsAt, end: End | None = None) -> Predicate:

@@ -1,7 +1,8 @@
 """ShardTensor: a torch.Tensor that knows what its rows are and what its values point at."""
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from alchemi_shardtensor.comm import Comm
-from alchemi_shardtensor.routing import Routing
-from alchemi_spec import DistributionSpec
+from alchemi_shardtensor.config import DomainConfig
+from alchemi_shardtensor.layouts import find_layout
+from alchemi_shardtensor.routing import Owners, Routing
+from alchemi_spec import DistributionSpec, SpecError
 
 if TYPE_CHECKING:
+    from alchemi_shardtensor.storage import Storage
     from alchemi_shardtensor.table import HandlerTable
 
 
@@ -23,11 +27,17 @@ class Rows(StrEnum):
     OWNED = "owned"
     """This rank's atoms."""
     PADDED = "padded"
-    """This rank's atoms, then its ghosts."""
+    """This rank's atoms, then its ghosts, which are what their owners have."""
+    STALE = "stale"
+    """This rank's atoms, then its ghosts, which are not what their owners have: refreshed where they are read."""
+    GLOBAL = "global"
+    """All atoms by global id, the same on every rank."""
     EDGE = "edge"
     """The edges whose receivers this rank owns."""
     SYSTEM = "system"
     """The structures of the batch, or any other value that is the same on every rank."""
+    PARTIAL = "partial"
+    """This rank's part of a per-system sum: the whole is the sum over ranks."""
     LOST = "lost"
     """Made of this rank's share, but no dim enumerates it any more: not to be reduced."""
 
@@ -36,7 +46,7 @@ class PointsAt(StrEnum):
     """What the values of an integer tensor index."""
 
     NODES = "nodes"
-    """Local atoms: below n_owned the owned ones, from there the ghosts."""
+    """Atoms: below n_owned the owned ones, from there the ghosts; in the sharded layout, all by global id."""
     SYSTEMS = "systems"
     """Structures of the batch."""
 
@@ -48,7 +58,11 @@ class End(StrEnum):
     RECEIVER = "receiver"
 
 
-OWNED, PADDED, EDGE, SYSTEM, LOST = Rows
+OWNED, PADDED, STALE, GLOBAL, EDGE, SYSTEM, PARTIAL, LOST = Rows
+SHARE = (OWNED, PADDED, STALE, EDGE, LOST)
+"""Rows of which each rank holds its share only."""
+REPLICATED = (SYSTEM, GLOBAL)
+"""Rows that every rank holds alike."""
 NODES, SYSTEMS = PointsAt
 SENDER, RECEIVER = End
 BOTH = (SENDER, RECEIVER)
@@ -72,6 +86,14 @@ class Tag(NamedTuple):
     row_dim: int
 
 
+class Fired(NamedTuple):
+    """One line of a trace: an operation, the handler that took it (None: plain torch), and its result's rows."""
+
+    op: str
+    handler: str | None
+    rows: Rows | None
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """The partition of this run, as the tensors of one rank see it. Two shards never meet in one operation."""
@@ -84,6 +106,45 @@ class Shard:
     """What has been agreed over ranks for this shard, once."""
     tags: dict[Any, Tag] = field(default_factory=dict, repr=False)
     """One object for each tag, so that equal tags are identical."""
+    localized: dict[Any, Any] = field(default_factory=dict, repr=False)
+    """Global indices that were used, with their routing and local ids, in the order of their first use."""
+    fired: list[Fired] | None = field(default=None, repr=False)
+    """What has fired, while `trace` is open."""
+
+    @classmethod
+    def of(cls, spec: DistributionSpec, routing: Routing, n_systems: int) -> "Shard":
+        """The shard of these three: one object, however often it is asked for. Every rank must call it."""
+        for shard in routing.shards:
+            if (shard.spec, shard.n_systems) == (spec, n_systems):
+                return shard  # type: ignore[no-any-return]
+        table = find_layout(spec)
+        shard = cls(spec, table.storage.prepared(routing), n_systems, table)
+        routing.shards.append(shard)
+        return shard
+
+    @property
+    def storage(self) -> "Storage":
+        """How this layout's rows are reached."""
+        return self.table.storage
+
+    @property
+    def owners(self) -> Owners:
+        """Who owns which global id.
+
+        Raises:
+            SpecError: where the routing was made without.
+
+        """
+        if self.routing.owners is None:
+            raise SpecError("tensors of all atoms need to know who owns them: make the routing with owners=Owners.of(...).")
+        return self.routing.owners
+
+    @property
+    def ids(self) -> Tensor:
+        """The global ids (n_owned + n_ghost,) of the rows that local indices count. Every rank must ask the first time."""
+        if "ids" not in self.seen:
+            self.seen["ids"] = self.routing.padded(self.owners.ids)
+        return self.seen["ids"]  # type: ignore[no-any-return]
 
     @property
     def comm(self) -> Comm:
@@ -162,6 +223,36 @@ class ShardTensor(Tensor):
             shard = sources[0].tag.shard
             return shard.table.dispatch(func, shard, sources, args, kwargs)
 
+    @classmethod
+    def wrap(
+        cls,
+        t: Tensor,
+        *,
+        spec: DistributionSpec,
+        meta: Routing,
+        config: DomainConfig | None = None,
+        n_systems: int = 1,
+        rows: Rows | str | None = None,
+        points_at: PointsAt | str | None = None,
+        end: Ends = None,
+    ) -> "ShardTensor":
+        """`t` as a ShardTensor that shares its storage; `t` itself stays plain. Every rank must call it.
+
+        `meta`: this rank's counts and routing; tensors wrapped with the same `spec`, `meta` and `n_systems` belong
+        together. `config`: its ranks must be the routing's. `rows`: what dim 0 enumerates. `points_at`: what the values
+        index; `end`: which end of the edges they name (`BOTH` for an edge_index).
+
+        Raises:
+            SpecError: for ranks that are not the routing's, an index that is not of integers, or rows that do not fit.
+
+        """
+        if config is not None and config.comm is not meta.comm:
+            raise SpecError("this routing was made for other ranks than config's: make both with one Comm.")
+        shard = Shard.of(spec, meta, n_systems)
+        what = None if rows is None else Rows(rows), None if points_at is None else PointsAt(points_at)
+        _check_wrapped(t, shard, *what)
+        return tag(t, shard, *what, end)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Copy the values: a shard belongs to one process."""
         return copy.deepcopy(self.detach().as_subclass(Tensor), memo)
@@ -207,6 +298,32 @@ def tag_in_place(
         t.__class__ = ShardTensor
     t.tag = shard.tag(rows, points_at, end, row_dim)  # type: ignore[attr-defined]
     return t  # type: ignore[return-value]
+
+
+def _check_wrapped(t: Tensor, shard: Shard, rows: Rows | None, points_at: PointsAt | None) -> None:
+    if points_at is not None and (t.is_floating_point() or t.is_complex() or t.dtype == torch.bool):
+        raise SpecError(f"a tensor of {t.dtype} cannot point at {points_at}: an index is of integers.")
+    expected = {OWNED: shard.n_owned, PADDED: shard.n_owned + shard.n_ghost, STALE: shard.n_owned + shard.n_ghost}
+    n = None if rows is None else expected.get(rows)
+    if n is not None and t.shape[:1] != (n,):
+        raise SpecError(f"{rows} rows are {n} on this rank, but the tensor's shape is {tuple(t.shape)}.")
+
+
+def holds_ghosts(t: ShardTensor) -> bool:
+    """Its rows are this rank's atoms, then its ghosts."""
+    return t.tag.rows is PADDED or t.tag.rows is STALE
+
+
+@contextmanager
+def trace(shard: Shard) -> Iterator[list[Fired]]:
+    """List what fires in this shard while it is open: every operation on its tensors, in order."""
+    fired: list[Fired] = []
+    before = shard.fired
+    object.__setattr__(shard, "fired", fired)
+    try:
+        yield fired
+    finally:
+        object.__setattr__(shard, "fired", before)
 
 
 def plain(t: Tensor) -> Tensor:

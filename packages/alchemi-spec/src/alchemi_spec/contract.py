@@ -1,11 +1,13 @@
-"""The data contract (every field's level, shape, dtype, unit) and the model contract."""
+"""The data contract (every field's level, shape, dtype, unit) and the model contract; `T` is the type of a tensor."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Generic, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar, runtime_checkable
 
 from alchemi_spec.errors import UnsupportedElement
-from alchemi_spec.spec import DistributionSpec
+from alchemi_spec.spec import MLIPSpec
+
+T = TypeVar("T")
 
 
 class Level(StrEnum):
@@ -24,6 +26,7 @@ class Field(NamedTuple):
     dtype: str
     unit: str | None
     meaning: str
+    optional: bool = False
 
 
 FIELDS: Mapping[str, Field] = {
@@ -35,33 +38,71 @@ FIELDS: Mapping[str, Field] = {
     "edge_index": Field(Level.EDGE, (2, "E"), "int64", None, "senders, receivers; every edge of each receiver"),
     "edge_shifts": Field(Level.EDGE, ("E", 3), "real", None, "whole-numbered S of x[sender] + S @ cell - x[receiver]"),
     "nodes": Field(Level.NODE, ("N + ghosts",), "int64", None, "x[nodes] are the rows edge_index counts, for fused kernels"),
+    "charge": Field(Level.SYSTEM, ("B",), "real", "e", "total charge of the system", optional=True),
+    "spin": Field(Level.SYSTEM, ("B",), "int64", None, "spin multiplicity 2S + 1 of the system", optional=True),
     "energy": Field(Level.SYSTEM, ("B",), "real", "eV", "potential energy"),
     "forces": Field(Level.NODE, ("N", 3), "real", "eV/Å", "minus the energy's gradient"),
     "stress": Field(Level.SYSTEM, ("B", 3, 3), "real", "eV/Å^3", "dE/dstrain / V, symmetric, tension positive"),
 }
-"""The fields that models read (down to `edge_shifts`) and return."""
+"""The fields that models read (down to `spin`) and return."""
+
+
+class ModelInput(TypedDict, Generic[T]):
+    """The fields that a model is shown, for a type checker: `fields = cast(ModelInput[Tensor], data)`."""
+
+    positions: T
+    atomic_numbers: T
+    batch: T
+    cell: T
+    pbc: T
+    edge_index: T
+    edge_shifts: T
+    nodes: T
+    charge: NotRequired[T]
+    spin: NotRequired[T]
+
+
+class ModelOutput(TypedDict, Generic[T], total=False):
+    """The fields that a model returns, those that were asked for."""
+
+    energy: T
+    forces: T
+    stress: T
 
 
 @runtime_checkable
-class Model(Protocol):
-    """What a model must be: a `torch.nn.Module` with these members.
+class Model(Protocol[T]):
+    """What a model must be: a `torch.nn.Module` with these members, as attributes or properties.
 
     `model(data, outputs)` takes the fields of `FIELDS` that describe the structure and returns a dict with those of
     `energy`, `forces` and `stress` that `outputs` names. It must not care how many atoms it is shown: under alchemi it
     sees one rank's atoms, and what it gathers from other atoms through `edge_index` arrives by itself. Stress may be
     anything where a system has no volume: it is not read there.
+
+    Have a type checker hold a wrapper to it: `model: Model[Tensor] = MyWrapper()`.
     """
 
-    cutoff: float
-    """The longest edge, in Å."""
-    elements: frozenset[int] | None
-    """The atomic numbers that the model knows, or None for all."""
-    dtype: Any
-    """The torch.dtype of the model's arithmetic; `.to(dtype)` changes it."""
-    distribution_spec: DistributionSpec
-    """How the model may be spread over ranks; for a message-passing model, `SPEC_MPNN_HALO`."""
+    @property
+    def cutoff(self) -> float:
+        """The longest edge, in Å."""
+        ...
 
-    def __call__(self, data: Mapping[str, Any], outputs: Sequence[str]) -> dict[str, Any]:
+    @property
+    def elements(self) -> frozenset[int] | None:
+        """The atomic numbers that the model knows, or None for all."""
+        ...
+
+    @property
+    def dtype(self) -> Any:
+        """The torch.dtype of the model's arithmetic; `.to(dtype)` changes it."""
+        ...
+
+    @property
+    def distribution_spec(self) -> MLIPSpec:
+        """How the model may be spread over ranks; for a message-passing model, `SPEC_MPNN_HALO`."""
+        ...
+
+    def forward(self, data: Mapping[str, T], outputs: Sequence[str]) -> Mapping[str, T] | ModelOutput[T]:
         """Compute `outputs` for the structure in `data`."""
         ...
 
@@ -87,124 +128,8 @@ def symbol(number: int) -> str:
     return SYMBOLS[number] if 0 < number < len(SYMBOLS) else "no element"
 
 
-SYMBOLS = [
-    "X",
-    "H",
-    "He",
-    "Li",
-    "Be",
-    "B",
-    "C",
-    "N",
-    "O",
-    "F",
-    "Ne",
-    "Na",
-    "Mg",
-    "Al",
-    "Si",
-    "P",
-    "S",
-    "Cl",
-    "Ar",
-    "K",
-    "Ca",
-    "Sc",
-    "Ti",
-    "V",
-    "Cr",
-    "Mn",
-    "Fe",
-    "Co",
-    "Ni",
-    "Cu",
-    "Zn",
-    "Ga",
-    "Ge",
-    "As",
-    "Se",
-    "Br",
-    "Kr",
-    "Rb",
-    "Sr",
-    "Y",
-    "Zr",
-    "Nb",
-    "Mo",
-    "Tc",
-    "Ru",
-    "Rh",
-    "Pd",
-    "Ag",
-    "Cd",
-    "In",
-    "Sn",
-    "Sb",
-    "Te",
-    "I",
-    "Xe",
-    "Cs",
-    "Ba",
-    "La",
-    "Ce",
-    "Pr",
-    "Nd",
-    "Pm",
-    "Sm",
-    "Eu",
-    "Gd",
-    "Tb",
-    "Dy",
-    "Ho",
-    "Er",
-    "Tm",
-    "Yb",
-    "Lu",
-    "Hf",
-    "Ta",
-    "W",
-    "Re",
-    "Os",
-    "Ir",
-    "Pt",
-    "Au",
-    "Hg",
-    "Tl",
-    "Pb",
-    "Bi",
-    "Po",
-    "At",
-    "Rn",
-    "Fr",
-    "Ra",
-    "Ac",
-    "Th",
-    "Pa",
-    "U",
-    "Np",
-    "Pu",
-    "Am",
-    "Cm",
-    "Bk",
-    "Cf",
-    "Es",
-    "Fm",
-    "Md",
-    "No",
-    "Lr",
-    "Rf",
-    "Db",
-    "Sg",
-    "Bh",
-    "Hs",
-    "Mt",
-    "Ds",
-    "Rg",
-    "Cn",
-    "Nh",
-    "Fl",
-    "Mc",
-    "Lv",
-    "Ts",
-    "Og",
-]
+SYMBOLS = """
+X H He Li Be B C N O F Ne Na Mg Al Si P S Cl Ar K Ca Sc Ti V Cr Mn Fe Co Ni Cu Zn Ga Ge As Se Br Kr Rb Sr Y Zr Nb Mo
+Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd Tb Dy Ho Er Tm Yb Lu Hf Ta W Re Os Ir Pt Au Hg Tl Pb
+Bi Po At Rn Fr Ra Ac Th Pa U Np Pu Am Cm Bk Cf Es Fm Md No Lr Rf Db Sg Bh Hs Mt Ds Rg Cn Nh Fl Mc Lv Ts Og
+""".split()

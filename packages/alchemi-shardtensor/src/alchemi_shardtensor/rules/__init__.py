@@ -1,7 +1,38 @@
-"""The handlers of the owned layout, in the order in which they are asked."""
+"""The layouts: which rules serve a policy, and how its rows are reached. Entry points `alchemi.layouts` name them."""
 
-from alchemi_shardtensor.rules import autograd, empty, gather, reduce, scatter
+from alchemi_shardtensor.adapters import is_operator, wrap_custom_op
+from alchemi_shardtensor.rules import autograd, counting, empty, gather, reduce, scatter
+from alchemi_shardtensor.storage import Storage
 from alchemi_shardtensor.table import HandlerTable
+from alchemi_spec import DistributionSpec, GraphParallelPolicy, HaloStoragePolicy
 
-OWNED_LAYOUT = HandlerTable([*gather.RULES, *scatter.RULES, *autograd.RULES, *reduce.RULES, *empty.RULES])
-"""Rows the model sees: owned. A gather exchanges, a scatter to receivers is local, one to senders is folded home."""
+RULES = (*gather.RULES, *scatter.RULES, *counting.RULES, *autograd.RULES, *reduce.RULES, *empty.RULES)
+"""What operations mean on a share, in the order in which they are asked; the same for all layouts."""
+
+
+def _layout(spec: DistributionSpec, storage: Storage) -> HandlerTable:
+    return HandlerTable([*map(wrap_custom_op, filter(is_operator, spec.custom_ops)), *RULES], storage)
+
+
+def halo(spec: DistributionSpec) -> HandlerTable:
+    """Rows the model sees: owned, or [owned | ghost]."""
+    policy = spec.policy
+    assert isinstance(policy, HaloStoragePolicy)
+    storage = Storage(padded=policy.layout == "padded", reads=policy.gather != "local", folds=policy.scatter != "local")
+    return _layout(spec, storage)
+
+
+def sharded(spec: DistributionSpec) -> HandlerTable:
+    """Rows the model sees: owned; indices are global ids."""
+    return _layout(spec, Storage(global_ids=True))
+
+
+def graph_parallel(spec: DistributionSpec) -> HandlerTable:
+    """Rows the model sees: owned, and of what is replicated all; they are brought by an exchange or an all-gather."""
+    assert isinstance(spec.policy, GraphParallelPolicy)
+    return _layout(spec, Storage(collective=spec.policy.collective))
+
+
+def local(spec: DistributionSpec) -> HandlerTable:
+    """Rows the model sees: all."""
+    return _layout(spec, Storage(replicated=True))

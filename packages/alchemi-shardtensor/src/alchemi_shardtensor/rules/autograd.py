@@ -6,10 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.carry import SHARE
-from alchemi_shardtensor.routing import sum_over_ranks
+from alchemi_shardtensor.collectives import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import LOST, SYSTEM, Shard, ShardTensor, plain, tag_in_place
+from alchemi_shardtensor.tensor import (
+    EDGE,
+    GLOBAL,
+    LOST,
+    REPLICATED,
+    SHARE,
+    STALE,
+    SYSTEM,
+    Shard,
+    ShardTensor,
+    holds_ghosts,
+    plain,
+    tag_in_place,
+)
 from alchemi_spec import MissingHandler
 
 
@@ -25,7 +37,7 @@ def grad(
     """d(outputs)/d(inputs) over all ranks.
 
     A replicated output is seeded on rank 0 only, so nothing is divided by the number of ranks; the gradient of a
-    replicated input is summed over ranks; those of owned and edge rows are whole already.
+    replicated input is summed over ranks; those of owned and edge rows are whole already; those of ghost rows go home.
 
     Raises:
         MissingHandler: where an output has lost its tag, or an untagged input differs in shape between ranks.
@@ -54,18 +66,37 @@ def _seed(shard: Shard, output: Tensor, seed: Tensor | None) -> Tensor | None:
             f"grad of an output of shape {tuple(output.shape)} of which it is not known whether it is one rank's share or the "
             f"whole (TorchScript returns plain tensors).\nSum per-atom values through the batch index outside the script."
         )
-    if rows is not SYSTEM:
+    if rows not in REPLICATED and not holds_ghosts(output):  # type: ignore[arg-type]
         return seed
     if seed is None and output.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs: pass grad_outputs")
     seed = torch.ones_like(output) if seed is None else seed
-    return seed if shard.comm.rank == 0 else torch.zeros_like(seed)
+    if rows in REPLICATED:
+        return seed if shard.comm.rank == 0 else torch.zeros_like(seed)
+    return _without_ghosts(shard, seed, output.row_dim)  # type: ignore[attr-defined]
+
+
+def _without_ghosts(shard: Shard, x: Tensor, row_dim: int = 0) -> Tensor:
+    """The same shape, with nothing in the ghosts' rows."""
+    owned = x.narrow(row_dim, 0, shard.n_owned)
+    return torch.cat([owned, torch.zeros_like(x.narrow(row_dim, shard.n_owned, shard.n_ghost))], row_dim)
 
 
 def _whole(shard: Shard, x: Tensor, gradient: Tensor) -> Tensor:
+    if isinstance(x, ShardTensor) and holds_ghosts(x):
+        rows_first = gradient.movedim(x.row_dim, 0)
+        owned = shard.routing.folded(rows_first)
+        both = torch.cat([owned[: shard.n_owned], torch.zeros_like(rows_first[shard.n_owned :])])
+        return tag_in_place(both.movedim(0, x.row_dim), shard, STALE, row_dim=x.row_dim)
+    if getattr(x, "rows", None) is EDGE and shard.storage.repeats_edges:
+        raise MissingHandler(
+            "grad with respect to edges that several ranks hold (depth > 1) would be a part of it on each.\n"
+            "Differentiate with respect to positions and strain."
+        )
     if _is_share(x):
-        return tag_in_place(gradient, shard, x.rows)  # type: ignore[attr-defined]
-    return tag_in_place(sum_over_ranks(gradient, shard.comm), shard, SYSTEM)
+        return tag_in_place(gradient, shard, x.rows, row_dim=x.row_dim)  # type: ignore[attr-defined]
+    rows = GLOBAL if getattr(x, "rows", None) is GLOBAL else SYSTEM
+    return tag_in_place(sum_over_ranks(gradient, shard.comm), shard, rows)
 
 
 def _check_replicated(shard: Shard, inputs: list[Tensor]) -> None:

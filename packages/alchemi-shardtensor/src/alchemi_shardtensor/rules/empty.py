@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.carry import SHARE
 from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import Shard, tag_in_place
+from alchemi_shardtensor.tensor import SHARE, Shard, tag_in_place
 
 
 def _is_ambiguous(shard: Shard, named: dict[str, Any]) -> bool:

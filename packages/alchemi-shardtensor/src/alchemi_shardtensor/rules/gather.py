@@ -3,15 +3,17 @@
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alchemi_shardtensor.carry import indexed
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
-from alchemi_shardtensor.tensor import EDGE, LOST, NODES, PADDED, RECEIVER, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import EDGE, LOST, NODES, PARTIAL, SYSTEM, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
 _SELECTS = (Tensor.index_select, torch.index_select)
 _GATHERS = (Tensor.gather, torch.gather)
+_TAKES = (Tensor.take_along_dim, torch.take_along_dim)
 
 
 def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
@@ -24,7 +26,7 @@ def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> 
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
     if isinstance(head, int):
         row = _row(input, head)
-        return tag_in_place(row[rest], shard, EDGE, NODES, row.end) if rest else row
+        return tag_in_place(row[rest], shard, row.rows, NODES, row.end) if rest else row
     if isinstance(head, list):
         ends: Ends = tuple(_ends(input)[i] for i in head)
     else:
@@ -69,14 +71,17 @@ def _ends(edge_index: ShardTensor) -> tuple[End, ...]:
 
 
 def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
-    return tag_in_place(edge_index.select(0, row), edge_index.shard, EDGE, NODES, _ends(edge_index)[row])
+    shard = edge_index.shard
+    rows = SYSTEM if shard.storage.replicated else EDGE
+    return tag_in_place(edge_index.select(0, row), shard, rows, NODES, _ends(edge_index)[row])
 
 
 @handles(Tensor.__getitem__, when=points_at(NODES))
 def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
-    """Node rows (n_owned, *F), index (E,) -> (E, *F)."""
+    """Per-atom rows (N, *F), index (E,) -> (E, *F)."""
     if type(index) is ShardTensor:
-        return _gathered(shard, reachable(shard, input, index)[index], input, index, index.row_dim)
+        rows, local = shard.storage.reach(shard, input, index)
+        return _gathered(shard, rows[local], input, index, index.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
     if not isinstance(first, ShardTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
@@ -84,18 +89,46 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
             f"x[..., index] with an index that points at atoms, beyond dim 0 of x {tuple(input.shape)}.\n"
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
-    return _gathered(shard, reachable(shard, input, first)[index], input, first, indexed(first, input, index))
+    rows, local = shard.storage.reach(shard, input, first)
+    return _gathered(shard, rows[(local, *parts[1:])], input, first, indexed(first, input, index))
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(NODES))
 def select_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **rest: Any) -> Tensor:
-    """Node rows (n_owned, *F), index (E,) or (E, *F) -> (E, *F)."""
+    """Per-atom rows (N, *F), index (E,) or (E, *F) -> (E, *F)."""
     if dim % max(input.ndim, 1):
         raise MissingHandler(
             f"{op.__name__} along dim {dim} with an index that points at atoms.\n"
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
-    return _gathered(shard, op(reachable(shard, input, index), dim, index, **rest), input, index, index.row_dim)
+    rows, local = shard.storage.reach(shard, input, index)
+    taken = op(rows, local, dim) if op is torch.take_along_dim else op(rows, dim, local, **rest)
+    return _gathered(shard, taken, input, index, index.row_dim)
+
+
+@handles(*_TAKES, when=points_at(NODES))
+def take_nodes(shard: Shard, op: Any, input: Tensor, index: Any, dim: int | None = None) -> Tensor:
+    """Per-atom rows (N, *F), index (E, *F) or (E, 1, ...) -> (E, *F)."""
+    if dim is None:
+        raise MissingHandler("take_along_dim of flattened values with an index that points at atoms: name dim=0.")
+    return select_nodes.handler(shard, torch.take_along_dim, input, dim, index)  # type: ignore[no-any-return]
+
+
+def _looks_up(name: str) -> Any:
+    return lambda shard, named: getattr(named.get(name), "points_at", None) is not None
+
+
+@handles(F.embedding, when=_looks_up("input"))
+def look_up(shard: Shard, op: Any, input: ShardTensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    """An index (E,) into per-atom or per-system rows (N, F) as into the table of an embedding -> (E, F)."""
+    handler = gather_nodes if input.points_at is NODES else gather_systems
+    return handler.handler(shard, op, weight, input)  # type: ignore[no-any-return]
+
+
+@handles(torch.embedding, when=_looks_up("weight"))
+def look_up_in_table(shard: Shard, op: Any, input: Tensor, weight: ShardTensor, **_: Any) -> Tensor:
+    """The same with the table first."""
+    return look_up.handler(shard, op, weight, input)  # type: ignore[no-any-return]
 
 
 @handles(Tensor.__getitem__, when=points_at(SYSTEMS))
@@ -114,31 +147,22 @@ def select_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, *
     return _gathered(shard, op(input, dim, index, **rest), input, index, place)
 
 
+@handles(*_TAKES, when=points_at(SYSTEMS))
+def take_systems(shard: Shard, op: Any, input: Tensor, index: Any, dim: int | None = None) -> Tensor:
+    """Per-system values (B, *F), batch (N, *F) or (N, 1, ...) -> (N, *F)."""
+    return _gathered(shard, torch.take_along_dim(input, index, dim), input, index, index.row_dim)
+
+
 def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, row_dim: int | None) -> Tensor:
     """Rows are the index's; what the source pointed at, its rows still point at."""
+    if getattr(source, "rows", None) is PARTIAL:
+        raise MissingHandler(
+            "a per-system sum of which each rank has a part was read per atom: the parts have to be added up first.\n"
+            "Leave per_system_reduce of the specification on, or read the sum after it is whole."
+        )
     rows = LOST if row_dim is None and index.rows else index.rows
     target, end = (source.tag.points_at, source.tag.end) if type(source) is ShardTensor else (None, None)
     return tag_in_place(result, shard, rows, target, end, row_dim or 0)
-
-
-def reachable(shard: Shard, x: Tensor, index: ShardTensor) -> Tensor:
-    """The rows that `index` counts: owned ones where it names receivers, [owned | ghost] otherwise."""
-    if getattr(x, "rows", None) is PADDED:
-        return x
-    if x.shape[:1] != (shard.n_owned,) or getattr(x, "row_dim", 0) != 0:
-        raise MissingHandler(
-            f"an index that points at atoms was used on a tensor of shape {tuple(x.shape)}, "
-            f"whose dim 0 is not this rank's {shard.n_owned} atoms.\n"
-            f"Index per-atom tensors with it; tag other indices with what they point at, or leave them plain."
-        )
-    if index.end is RECEIVER:
-        return x
-    if x.requires_grad or not isinstance(x, ShardTensor) or x.is_inference():
-        return shard.routing.padded(x)
-    kept = x.__dict__.get("padded")  # a static input travels once
-    if kept is None or kept[0] != x._version:
-        kept = x.__dict__["padded"] = (x._version, shard.routing.padded(x))
-    return cast(Tensor, kept[1])
 
 
 def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:
@@ -148,7 +172,7 @@ def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:
 @handles(Tensor.max, torch.max, Tensor.amax, torch.amax, when=_max_of_index, rows=None)
 def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: None = None) -> Tensor:
     """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
-    count = shard.n_systems if input.points_at is SYSTEMS else shard.n_owned
+    count = shard.n_systems if input.points_at is SYSTEMS else shard.storage.n_rows(shard)
     return torch.full((), count - 1, device=input.device)  # no copy from the host
 
 
@@ -160,7 +184,11 @@ RULES: list[Rule] = [
     stack_ends,
     gather_nodes,
     select_nodes,
+    take_nodes,
     gather_systems,
     select_systems,
+    take_systems,
+    look_up,
+    look_up_in_table,
     largest_index,
 ]

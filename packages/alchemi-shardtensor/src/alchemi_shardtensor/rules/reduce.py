@@ -3,27 +3,32 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from alchemi_shardtensor.carry import SHARE
-from alchemi_shardtensor.routing import sum_over_ranks
+from alchemi_shardtensor.collectives import AllGather, sum_over_ranks
+from alchemi_shardtensor.storage import own
 from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import EDGE, LOST, OWNED, PADDED, SYSTEM, Shard, ShardTensor
+from alchemi_shardtensor.tensor import EDGE, LOST, SHARE, SYSTEM, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
 _NAMES = (
     "amax amin max min argmax argmin prod std var std_mean var_mean norm median mode nanmean nansum logsumexp aminmax "
     "count_nonzero cumsum cumprod logcumsumexp cummax cummin msort sort argsort topk softmax log_softmax"
 ).split()
-_REFUSED = tuple(getattr(space, n) for n in _NAMES for space in (Tensor, torch) if hasattr(space, n))
+
+
+def _both(*names: str) -> tuple[Any, ...]:
+    return tuple(getattr(space, n) for n in names for space in (Tensor, torch) if hasattr(space, n))
+
+
+_REFUSED = _both(*_NAMES)
 _REFUSED += (torch.linalg.norm, torch.linalg.vector_norm, F.softmax, F.log_softmax, F.softmin, F.normalize)
 _REFUSED += (Tensor.cumsum_, Tensor.cumprod_)
 
 
-def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
-    """The reduction runs over dim 0 of a tensor of which each rank holds a share."""
+def _over_share(shard: Shard, named: dict[str, Any]) -> bool:
+    """The reduction runs over the rows of a tensor of which each rank holds a share."""
     x, dim = named.get("input"), named.get("dim")
     if not isinstance(x, ShardTensor) or x.rows not in SHARE or x.points_at is not None or "other" in named:
         return False
@@ -31,44 +36,150 @@ def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
     return not dims or any(d is None or (isinstance(d, int) and d % max(x.ndim, 1) == x.row_dim) for d in dims)
 
 
-@handles(Tensor.sum, torch.sum, when=over_rows, rows=SYSTEM)
+def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
+    """The same, and it is known which rows they are, and that each is on one rank or known as a ghost."""
+    if not _over_share(shard, named):
+        return False
+    rows = named["input"].rows
+    return rows is not LOST and not (rows is EDGE and shard.storage.repeats_edges)
+
+
+def _dims(x: Tensor, dim: Any) -> tuple[int, ...]:
+    listed = dim if isinstance(dim, (tuple, list)) else () if dim is None else (dim,)
+    return tuple(d % x.ndim for d in listed) or tuple(range(x.ndim))
+
+
+@handles(*_both("sum"), when=over_rows, rows=SYSTEM)
 def sum_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the sum over the atoms or edges of all ranks."""
-    if input.rows is LOST:
-        return refuse.handler(shard, op, input)  # type: ignore[no-any-return]
-    mine = input.narrow(input.row_dim, 0, shard.n_owned) if input.rows is PADDED else input
-    return sum_over_ranks(op(mine, dim=dim, keepdim=keepdim, **rest), shard.comm)
+    return sum_over_ranks(torch.sum(own(shard, input), _dims(input, dim), keepdim, **rest), shard.comm)
 
 
-@handles(Tensor.mean, torch.mean, when=over_rows, rows=SYSTEM)
+@handles(*_both("mean"), when=over_rows, rows=SYSTEM)
 def mean_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the mean over the atoms or edges of all ranks."""
     wide = torch.promote_types(rest.get("dtype") or input.dtype, torch.float32)
-    total = sum_over_rows.handler(shard, torch.sum, input, dim, keepdim, dtype=wide)
-    n_rows = shard.n_owned if input.rows is PADDED else input.shape[input.row_dim]
-    everyone = shard.comm.all_reduce(torch.tensor([n_rows], device=input.device, dtype=torch.float64))[0]
-    dims = range(input.ndim) if dim is None or dim == () else dim if isinstance(dim, (tuple, list)) else (dim,)
-    others = torch.Size([input.shape[d] for d in dims if d % input.ndim != input.row_dim]).numel()
-    mean: Tensor = total / (everyone * others)
+    total = sum_over_rows.handler(shard, op, input, dim, keepdim, dtype=wide)
+    mean: Tensor = total / _count(shard, input, dim)
     return mean.to(rest.get("dtype") or input.dtype)
 
 
-@handles(*_REFUSED, when=over_rows)
+def _count(shard: Shard, input: ShardTensor, dim: Any) -> Tensor:
+    """How many elements are reduced to one, on all ranks together; a float64 scalar."""
+    mine = own(shard, input)
+    n = torch.Size([mine.shape[d] for d in _dims(input, dim)]).numel()
+    return shard.comm.all_reduce(torch.tensor([n], device=input.device, dtype=torch.float64))[0]
+
+
+@handles(*_both("var", "std"), when=over_rows, rows=SYSTEM)
+def variance_over_rows(
+    shard: Shard,
+    op: Any,
+    input: ShardTensor,
+    dim: Any = None,
+    unbiased: bool = True,
+    keepdim: bool = False,
+    correction: float | None = None,
+) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> the variance, or its root, over the atoms or edges of all ranks."""
+    mine, dims = own(shard, input), _dims(input, dim)
+    count = _count(shard, input, dim)
+    mean = sum_over_ranks(mine.sum(dims, keepdim=True), shard.comm) / count
+    squares = sum_over_ranks(((mine - mean) ** 2).sum(dims, keepdim), shard.comm)
+    variance = (squares / (count - (int(unbiased) if correction is None else correction))).to(input.dtype)
+    return variance.sqrt() if op.__name__ == "std" else variance
+
+
+def _is_norm_of_powers(shard: Shard, named: dict[str, Any]) -> bool:
+    order = named.get("ord", named.get("p"))
+    powers = order in (None, "fro") or (isinstance(order, (int, float)) and 0 < order < float("inf"))
+    return powers and over_rows(shard, named)
+
+
+@handles(*_both("norm"), torch.linalg.vector_norm, when=_is_norm_of_powers, rows=SYSTEM)
+def norm_over_rows(
+    shard: Shard,
+    op: Any,
+    input: ShardTensor,
+    ord: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    p: Any = None,
+    dtype: Any = None,
+    **_: Any,
+) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> the norm over the atoms or edges of all ranks: the norm of the ranks' norms."""
+    order = next((o for o in (ord, p) if o not in (None, "fro")), 2)
+    mine = torch.linalg.vector_norm(own(shard, input), order, _dims(input, dim), keepdim, dtype=dtype)
+    every: Tensor = AllGather.apply(mine, shard.comm)  # type: ignore[no-untyped-call]
+    return torch.linalg.vector_norm(every, order, dim=0)  # type: ignore[no-any-return]
+
+
+@handles(*_both("amax", "amin"), when=over_rows, rows=SYSTEM)
+def extreme_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> the largest or smallest over all ranks; the gradient in equal parts to all that attain it."""
+    mine, dims = own(shard, input), _dims(input, dim)
+    best = _best(shard, op.__name__, mine, dims)
+    holds = mine == best
+    count = sum_over_ranks(holds.to(best.dtype).sum(dims, keepdim=True), shard.comm)
+    mean = sum_over_ranks(mine.masked_fill(~holds, 0).sum(dims, keepdim=True), shard.comm) / count.clamp(min=1)
+    result = best + torch.where(best.isfinite(), mean - mean.detach(), 0) if mine.requires_grad else best
+    return result if keepdim else result.squeeze(dims)
+
+
+def _best(shard: Shard, name: str, mine: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The extreme over all ranks' rows, with dims kept and no gradient; a rank without rows has no say."""
+    limits = torch.finfo(mine.dtype) if mine.is_floating_point() else torch.iinfo(mine.dtype)
+    worst = limits.min if name == "amax" else limits.max
+    shape = [1 if d in dims else n for d, n in enumerate(mine.shape)]
+    found = getattr(torch, name)(mine.detach(), dims, keepdim=True) if mine.numel() else mine.new_full(shape, worst)
+    return shard.comm.all_reduce(found, "max" if name == "amax" else "min")
+
+
+@handles(*_both("max", "min"), when=lambda shard, named: named.get("dim") is None and over_rows(shard, named), rows=SYSTEM)
+def extreme_of_all(shard: Shard, op: Any, input: ShardTensor) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> the largest or smallest element of all ranks."""
+    return extreme_over_rows.handler(shard, getattr(torch, f"a{op.__name__}"), input)  # type: ignore[no-any-return]
+
+
+@handles(*_both("logsumexp"), when=over_rows, rows=SYSTEM)
+def logsumexp_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> log of the sum of exponentials over the atoms or edges of all ranks."""
+    mine, dims = own(shard, input), _dims(input, dim)
+    best = _best(shard, "amax", mine, dims)
+    result = best + sum_over_ranks((mine - best).exp().sum(dims, keepdim=True), shard.comm).log()
+    return result if keepdim else result.squeeze(dims)
+
+
+@handles(*_both("softmax", "log_softmax"), F.softmax, F.log_softmax, when=over_rows)
+def softmax_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: int, dtype: Any = None, **_: Any) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> each row's share of the sum of exponentials over all ranks' rows; or its logarithm."""
+    x = input if dtype is None else tag_in_place(input.to(dtype), shard, input.rows, row_dim=input.row_dim)
+    result = x - logsumexp_over_rows.handler(shard, op, x, dim, keepdim=True)
+    return tag_in_place(result if "log" in op.__name__ else result.exp(), shard, input.rows, row_dim=input.row_dim)
+
+
+@handles(*_both("count_nonzero"), when=over_rows, rows=SYSTEM)
+def count_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> how many are not zero on all ranks."""
+    return shard.comm.all_reduce(torch.count_nonzero(own(shard, input), _dims(input, dim)))
+
+
+@handles(*_both("any", "all"), when=over_rows, rows=SYSTEM)
+def truth_over_rows(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Tensor:
+    """(n_owned, *F) or (E, *F) -> whether any, or all, of the rows of all ranks are true."""
+    mine = op(own(shard, input), **how)
+    return shard.comm.all_reduce(mine.to(torch.uint8), "max" if op.__name__ == "any" else "min").bool()
+
+
+@handles(*_REFUSED, *_both("sum", "mean", "any", "all"), when=_over_share)
 def refuse(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, **rest: Any) -> Tensor:
     """No result on a slice would be the whole's."""
-    kind = {OWNED: "atoms", EDGE: "edges"}.get(input.rows, "rows")  # type: ignore[arg-type]
+    kind = "edges" if input.rows is EDGE else "rows" if input.rows is LOST else "atoms"
     raise MissingHandler(
         f"{op.__name__} over this rank's {kind}, {tuple(input.shape)} with the {kind} along dim {input.row_dim}, would be one "
         f"over a slice.\nReduce through the batch index, or register: @handles(torch.{op.__name__}, when=rows_are(...))."
     )
-
-
-@handles(Tensor.any, torch.any, Tensor.all, torch.all, when=over_rows, rows=SYSTEM)
-def truth_over_rows(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Tensor:
-    """(n_owned, *F) or (E, *F) -> whether any, or all, of the rows of all ranks are true."""
-    mine = op(input, **how)
-    reduce = dist.ReduceOp.MAX if op.__name__ == "any" else dist.ReduceOp.MIN
-    return shard.comm.all_reduce(mine.to(torch.uint8), reduce).bool()
 
 
 @handles(F.batch_norm, F.scaled_dot_product_attention, when=lambda shard, named: "key" in named or named.get("training", False))
@@ -80,4 +191,17 @@ def refuse_mixing(shard: Shard, op: Any, **named: Any) -> Tensor:
     )
 
 
-RULES: list[Rule] = [refuse_mixing, sum_over_rows, mean_over_rows, truth_over_rows, refuse]
+RULES: list[Rule] = [
+    refuse_mixing,
+    sum_over_rows,
+    mean_over_rows,
+    variance_over_rows,
+    norm_over_rows,
+    extreme_over_rows,
+    extreme_of_all,
+    logsumexp_over_rows,
+    softmax_over_rows,
+    count_over_rows,
+    truth_over_rows,
+    refuse,
+]

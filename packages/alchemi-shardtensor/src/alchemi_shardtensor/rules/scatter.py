@@ -5,81 +5,169 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.routing import sum_over_ranks
+from alchemi_shardtensor.rules.extreme import extremes
+from alchemi_shardtensor.storage import Target, own
 from alchemi_shardtensor.table import Rule, handles, indices, points_at
-from alchemi_shardtensor.tensor import LOST, NODES, OWNED, RECEIVER, SYSTEM, SYSTEMS, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import (
+    EDGE,
+    LOST,
+    NODES,
+    OWNED,
+    PADDED,
+    PARTIAL,
+    RECEIVER,
+    STALE,
+    SYSTEMS,
+    Rows,
+    Shard,
+    ShardTensor,
+    holds_ghosts,
+    tag_in_place,
+)
 from alchemi_spec import MissingHandler
 
-_IN_PLACE = (Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_)
+_IN_PLACE = (Tensor.scatter_add_, Tensor.index_add_, Tensor.scatter_reduce_, Tensor.index_reduce_)
 _FORMS: dict[Any, Any] = {
-    Tensor.scatter_add: Tensor.scatter_add_,
-    torch.scatter_add: Tensor.scatter_add_,
-    Tensor.index_add: Tensor.index_add_,
-    torch.index_add: Tensor.index_add_,
-    Tensor.scatter_reduce: Tensor.scatter_reduce_,
-    torch.scatter_reduce: Tensor.scatter_reduce_,
+    getattr(space, op.__name__[:-1]): op for op in (*_IN_PLACE, Tensor.index_put_) for space in (Tensor, torch)
 }
 """Each out-of-place form is its in-place form on a copy."""
+_BY_INDEX = (Tensor.index_add_, Tensor.index_reduce_)
 
 
-def per_system(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, **how: Any) -> Tensor:
+def to_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTensor, src: Tensor, **how: Any) -> Tensor:
     """Per-atom values (N, *F) -> added to per-system sums (B, *F), the same on every rank.
 
-    Added up in float64: a float32 sum over many atoms would depend on how they are shared out.
+    `spec.per_system_reduce=False`: this rank's part of them.
     """
-    _only_sums(op, **how)
-    wide = torch.promote_types(input.dtype, torch.float64) if input.is_floating_point() else input.dtype
-    partial = op(torch.zeros_like(input, dtype=wide), dim, index, src.to(wide), **how)
-    return input.add_(sum_over_ranks(partial, shard.comm).to(input.dtype))
+    if op not in _BY_INDEX and dim % max(input.ndim, 1) != index.row_dim:  # the systems are along another dim than the atoms
+        return tag_in_place(op(input, dim, index, src, **how), shard, index.rows, row_dim=index.row_dim)
+    target = shard.storage.systems(shard, index)
+    if target.rows is PARTIAL and shard.comm.rank > 0:
+        input.zero_()  # what was there before counts once
+    target, src = _without_ghosts(shard, op, target, index, src, dim)
+    return _added(shard, target, op, input, dim, src, **how)
 
 
-def to_receivers(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, **how: Any) -> Tensor:
-    """Edge values (E, *F) -> added to owned rows (n_owned, *F). Local: every edge of an owned receiver is here."""
-    _only_rows(shard, op, input, dim)
-    return op(input, dim, index, src, **how)  # type: ignore[no-any-return]
+def _without_ghosts(
+    shard: Shard, op: Any, target: Target, index: ShardTensor, src: Tensor, dim: int
+) -> tuple[Target, Tensor]:
+    """What is added, and where, of the rows that count on this rank."""
+    if not shard.storage.padded:
+        return target, src
+    if holds_ghosts(index):
+        return target._replace(local=own(shard, index)), src.narrow(dim, 0, shard.n_owned)
+    if index.rows is OWNED or (index.rows is EDGE and not shard.storage.repeats_edges):
+        return target, src
+    raise MissingHandler(
+        f"{op.__name__} of {index.rows} rows in a padded layout: which of them count twice, on ghosts, is not known.\n"
+        f"Add per-atom rows, all of them: multiply by a mask of zeros and ones instead of selecting, and sum edges per atom."
+    )
 
 
-def to_either_end(shard: Shard, op: Any, input: Tensor, dim: int, index: Tensor, src: Tensor, **how: Any) -> Tensor:
-    """Edge values (E, *F) -> added to owned rows (n_owned, *F), the ghosts' share by their owners."""
-    _only_rows(shard, op, input, dim)
-    _only_sums(op, **how)
-    both = op(input.new_zeros(shard.n_owned + shard.n_ghost, *input.shape[1:]), dim, index, src, **how)
-    return input.add_(shard.routing.folded(both))
-
-
-def _only_sums(op: Any, reduce: str = "sum", include_self: bool = True, **_: Any) -> None:
-    if reduce != "sum" or not include_self:
+def to_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTensor, src: Tensor, **how: Any) -> Tensor:
+    """Edge values (E, *F) -> added to per-atom rows (N, *F). Local where every edge of the receivers is here."""
+    if dim % max(input.ndim, 1):
         raise MissingHandler(
-            f"{op.__name__} with reduce={reduce!r}, include_self={include_self} over rows that several ranks share.\n"
-            f"Sums are combined over ranks; reduce to receivers (edge_index[1]), or register a handler for this form."
+            f"{op.__name__} along dim {dim} of an accumulator {tuple(input.shape)} with an index that points at atoms.\n"
+            f"Only dim 0 is spread over ranks: scatter along dim 0."
         )
+    target = shard.storage.nodes(shard, input, index)
+    if isinstance(target, Rows):
+        return tag_in_place(op(input, dim, index, src, **how), shard, target)
+    return _added(shard, target, op, input, dim, src, **how)
 
 
-def _only_rows(shard: Shard, op: Any, input: Tensor, dim: int) -> None:
-    if dim % max(input.ndim, 1) or input.shape[0] != shard.n_owned:
+def _added(
+    shard: Shard,
+    target: Target,
+    op: Any,
+    input: Tensor,
+    dim: int,
+    src: Tensor,
+    reduce: str = "sum",
+    include_self: bool = True,
+    **how: Any,
+) -> Tensor:
+    """Reduce over ranks what each adds, and that into the accumulator."""
+    if reduce == "sum" and include_self:
+        how |= {"reduce": "sum"} if op is Tensor.scatter_reduce_ else {}
+        buffer = target.zeros(input, dim)
+        partial = op(buffer, dim, target.local, src.to(buffer.dtype) if target.n is None else src, **how)
+        return tag_in_place(input.add_(target.total(partial).to(input.dtype)), shard, target.rows)
+    index = _as_scatter(op, dim, target.local, src)
+    if reduce in ("amax", "amin"):
+        result = extremes(target, input, dim, index, src, reduce, include_self)  # type: ignore[arg-type]
+    elif reduce in ("sum", "mean"):
+        result = _means(target, input, dim, index, src, reduce, include_self)
+    else:
         raise MissingHandler(
-            f"{op.__name__} along dim {dim} of an accumulator {tuple(input.shape)} with an index that points at atoms; "
-            f"its dim 0 must be this rank's {shard.n_owned} atoms.\n"
-            f"Make it with x.shape[0] rows of a per-atom tensor x, and scatter along dim 0."
+            f"{op.__name__} with reduce={reduce!r} over rows that several ranks share.\n"
+            f"Sums, means, amax and amin are combined over ranks; or register a handler for this form."
         )
+    return tag_in_place(input.copy_(result), shard, target.rows)
 
 
-def _both_forms(handler: Any, when: Any, rows: Any) -> list[Rule]:
+def _means(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
+    """The sum, or mean, over what is added and (`include_self`) what was there; where nothing is added, what was there."""
+    buffer = target.zeros(input, dim)
+    src = src.to(buffer.dtype)
+    total = target.total(buffer.scatter_add(dim, index, src))
+    count = target.total(buffer.scatter_add(dim, index, torch.ones_like(src)))
+    if include_self:
+        total, count = total + input, count + 1
+    by = count.clamp(min=1) if reduce == "mean" else torch.ones_like(count)
+    mean = total / by if input.is_floating_point() else torch.div(total, by, rounding_mode="floor")
+    return torch.where(count > 0, mean, input.to(mean.dtype)).to(input.dtype)
+
+
+def _as_scatter(op: Any, dim: int, index: Tensor, src: Tensor) -> Tensor:
+    """The index (n,) of an index_ operation as a scatter's, which has the shape of src."""
+    if op not in _BY_INDEX:
+        return index
+    return index.view([-1 if d == dim % src.ndim else 1 for d in range(src.ndim)]).expand_as(src)
+
+
+def _accumulates(shard: Shard, named: dict[str, Any]) -> bool:
+    index = named.get("index")
+    heads = [i for i in indices(index) if getattr(i, "points_at", None)]
+    return bool(named.get("accumulate")) and len(heads) == 1 and isinstance(index, (tuple, list)) and index[0] is heads[0]
+
+
+@handles(Tensor.index_put_, when=_accumulates)
+def accumulate(shard: Shard, op: Any, input: Tensor, index: Any, src: Tensor, accumulate: bool = True) -> Tensor:
+    """Values (E, *F) -> added to rows of dim 0, per-atom or per-system; further indices select among features."""
+    first, *rest = index
+    systems = first.points_at is SYSTEMS
+    target = shard.storage.systems(shard, first) if systems else shard.storage.nodes(shard, input, first)
+    if isinstance(target, Rows):
+        return tag_in_place(input.index_put_((first, *rest), src, accumulate=True), shard, target)
+    if systems:
+        target, src = _without_ghosts(shard, op, target, first, src, 0)
+    buffer = target.zeros(input, 0)
+    partial = buffer.index_put_((target.local, *rest), src.to(buffer.dtype), accumulate=True)
+    return tag_in_place(input.add_(target.total(partial).to(input.dtype)), shard, target.rows)
+
+
+def _both_forms(handler: Any, when: Any, ops: Any = _IN_PLACE) -> list[Rule]:
     def on_a_copy(shard: Shard, op: Any, input: Tensor, **named: Any) -> Any:
-        return handler(shard, _FORMS[op], input.clone(), **named)
+        copy = input.clone()
+        if isinstance(input, ShardTensor):
+            tag_in_place(copy, shard, input.rows, row_dim=input.row_dim)
+        return handler(shard, _FORMS[op], copy, **named)
 
-    return [handles(*_IN_PLACE, when=when, rows=rows)(handler), handles(*_FORMS, when=when, rows=rows)(on_a_copy)]
+    on_a_copy.__name__ = handler.__name__
+    return [handles(*ops, when=when)(handler), handles(*(f for f, op in _FORMS.items() if op in ops), when=when)(on_a_copy)]
 
 
 _WRITES = (
     *(Tensor.__setitem__, Tensor.index_put_, Tensor.index_put, torch.index_put, Tensor.scatter_, Tensor.scatter, torch.scatter),
     *(Tensor.index_copy_, Tensor.index_copy, torch.index_copy, Tensor.index_fill_, Tensor.index_fill, torch.index_fill),
-    *(Tensor.index_reduce_, Tensor.index_reduce, torch.index_reduce),
 )
 
 
 def _reaches_others(shard: Shard, named: dict[str, Any]) -> bool:
-    return any(getattr(i, "points_at", None) and i.end is not RECEIVER for i in indices(named.get("index")))
+    local = not shard.storage.global_ids
+    return any(getattr(i, "points_at", None) and not (local and i.end is RECEIVER) for i in indices(named.get("index")))
 
 
 @handles(*_WRITES, when=_reaches_others)
@@ -98,18 +186,18 @@ def write_into_plain(shard: Shard, op: Any, input: Tensor, index: Any, src: Any)
     tag_in_place(input, shard, LOST)
 
 
-@handles(Tensor.bincount, torch.bincount, when=lambda shard, named: getattr(named["input"], "points_at", None) is SYSTEMS)
-def count_per_system(shard: Shard, op: Any, input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-    """Of batch (N,): how many atoms each system has (B,), on all ranks together."""
-    counts = torch.bincount(input, weights, max(minlength, shard.n_systems))
-    return tag_in_place(sum_over_ranks(counts, shard.comm), shard, SYSTEM)
+@handles(Tensor.__setitem__, when=lambda shard, named: getattr(named["input"], "rows", None) is PADDED)
+def write_into_padded(shard: Shard, op: Any, input: ShardTensor, index: Any, src: Any) -> None:
+    """Owned rows change, and their copies on other ranks do not."""
+    input[index] = src
+    tag_in_place(input, shard, STALE, input.points_at, input.end, input.row_dim)
 
 
 RULES: list[Rule] = [
+    *_both_forms(accumulate.handler, _accumulates, (Tensor.index_put_,)),
     refuse_writes,
     write_into_plain,
-    count_per_system,
-    *_both_forms(per_system, points_at(SYSTEMS), SYSTEM),
-    *_both_forms(to_receivers, points_at(NODES, RECEIVER), OWNED),
-    *_both_forms(to_either_end, points_at(NODES), OWNED),
+    write_into_padded,
+    *_both_forms(to_systems, points_at(SYSTEMS)),
+    *_both_forms(to_nodes, points_at(NODES)),
 ]

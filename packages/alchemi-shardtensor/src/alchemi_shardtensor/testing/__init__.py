@@ -1,4 +1,7 @@
-"""A test kit for multi-rank code, for our own tests and for vendors': `@ranks(1, 2, 3)`, `adjoint_gap`, `count_traffic`."""
+"""A test kit for multi-rank code, for our own tests and for vendors'.
+
+`@ranks(1, 2, 3)` runs a test on so many ranks; `adjoint_gap` and `as_one` check derivatives; `count_traffic` counts.
+"""
 
 import functools
 import inspect
@@ -13,11 +16,14 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alchemi_shardtensor.comm import Comm, Traffic
 
 EXACT = 1e-12
 """Round-off of float64 sums in another order."""
+FP32 = 2e-6
+"""Round-off of float32 sums in another order, relative to what is summed."""
 ADJOINT = 1e-12
 """Relative gap of the two inner products in float64."""
 
@@ -52,7 +58,10 @@ def _with_filters(comm: Comm, test: Callable[..., None], filters: list[Any], **k
     with warnings.catch_warnings():
         warnings.filters[:] = filters  # type: ignore[index]
         warnings.simplefilter("default", append=True)
-        test(comm=comm, **kwargs)
+        try:
+            test(comm=comm, **kwargs)
+        except pytest.fail.Exception as failure:  # no Exception, so that a rank would die of it
+            raise AssertionError(str(failure)) from None
 
 
 def adjoint_gap(function: Callable[[Tensor], Tensor], x: Tensor, comm: Comm) -> float:
@@ -66,10 +75,116 @@ def adjoint_gap(function: Callable[[Tensor], Tensor], x: Tensor, comm: Comm) -> 
     return abs(forward - adjoint) / max(scale, 1.0)  # type: ignore[no-any-return]
 
 
+def as_one(function: Callable[..., Tensor], comm: Comm) -> Callable[..., Tensor]:
+    """A function of the ranks together, of replicated inputs and result, as `torch.autograd.gradcheck` wants it.
+
+    Inside `function` gradients of replicated values are partial; outside they are whole and the same on every rank, for
+    derivatives of any order.
+    """
+
+    def one(*inputs: Tensor) -> Tensor:
+        inside = [Enter.apply(x, comm) for x in inputs]  # type: ignore[no-untyped-call]
+        return Leave.apply(function(*inside), comm)  # type: ignore[no-any-return,no-untyped-call]
+
+    return one
+
+
+class Enter(torch.autograd.Function):
+    """x, once -> x on every rank. Adjoint: the ranks' parts, added up."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        """It is there already."""
+        ctx.comm = comm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Sum."""
+        return Gather.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
+
+
+class Gather(torch.autograd.Function):
+    """A part on every rank -> their sum, once. Adjoint: Enter."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, comm: Comm) -> Tensor:
+        """Sum."""
+        ctx.comm = comm
+        return comm.all_reduce(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """To every rank."""
+        return Enter.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
+
+
+class Leave(torch.autograd.Function):
+    """A replicated value -> rank 0's, once. Adjoint: to rank 0 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, comm: Comm) -> Tensor:
+        """Rank 0's, for all to look at."""
+        ctx.comm = comm
+        return comm.all_reduce(y * (comm.rank == 0))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """To rank 0."""
+        return Seed.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
+
+
+class Seed(torch.autograd.Function):
+    """v, once -> v on rank 0 and nothing elsewhere. Adjoint: Leave."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, comm: Comm) -> Tensor:
+        """To rank 0."""
+        ctx.comm = comm
+        return v * (comm.rank == 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Rank 0's."""
+        return Leave.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
+
+
+_ATEN = torch.ops.aten
+_SYNCS = {
+    *(_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.bincount, _ATEN.is_nonzero),
+    *(_ATEN._unique2, _ATEN.unique_consecutive, _ATEN.unique_dim, _ATEN.repeat_interleave),
+}
+"""What waits for the device: its result, or its result's size, has to be known on the host."""
+
+
+class _HostSyncs(TorchDispatchMode):
+    def __init__(self, traffic: Traffic) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.traffic = traffic
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        masked = func.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_) and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        to_host = isinstance(result, Tensor) and result.device.type == "cpu" and _device(args) == "cuda"
+        self.traffic.host_syncs += func.overloadpacket in _SYNCS or masked or to_host
+        return result
+
+
+def _device(args: Any) -> str | None:
+    return next((a.device.type for a in args if isinstance(a, Tensor)), None)
+
+
 @contextmanager
 def count_traffic(comm: Comm) -> Iterator[Traffic]:
-    """Count what this rank sends inside the block; the numbers are there after it."""
+    """Count what this rank sends inside the block, and how often it waits for its device; the numbers are there after it.
+
+    Host synchronisations are counted on the CPU, too, where nothing is waited for, so that a test without a GPU finds
+    them: `item`, `bool`, `nonzero`, boolean masks, `unique` and the like. `tolist` and `numpy` are seen on CUDA only.
+    """
     before, counted = asdict(comm.traffic), Traffic()
-    yield counted
+    with _HostSyncs(counted):
+        yield counted
     for name, value in asdict(comm.traffic).items():
-        setattr(counted, name, value - before[name])
+        setattr(counted, name, getattr(counted, name) + value - before[name])

@@ -1,0 +1,201 @@
+"""What a specification says of opaque operators and foreign methods, made to happen: around one call, never for good."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from alchemi_shardtensor.arguments import argument_names
+from alchemi_shardtensor.collectives import all_gather_rows, sum_over_ranks
+from alchemi_shardtensor.storage import own
+from alchemi_shardtensor.table import Rule, handles
+from alchemi_shardtensor.tensor import (
+    GLOBAL,
+    LOST,
+    OWNED,
+    PADDED,
+    SHARE,
+    STALE,
+    SYSTEM,
+    Shard,
+    ShardTensor,
+    plain,
+    tag,
+    tag_in_place,
+)
+from alchemi_spec import (
+    AllReduceSum,
+    DistributionSpec,
+    GatherInputs,
+    GatherInputsFull,
+    MissingHandler,
+    OpAdapter,
+    PythonAdapter,
+    ScatterOutputs,
+    SliceOutputsOwned,
+    SliceOwned,
+    SpecError,
+)
+
+
+def wrap_custom_op(adapter: OpAdapter) -> Rule:
+    """A rule that puts the adapter's transforms around its operator; idle while none of that name is registered.
+
+    The operator itself sees plain tensors. What no transform is declared for goes in as it is and comes out as rows of
+    which nothing is known.
+    """
+
+    @handles(adapter.op, when=lambda shard, named: True)
+    def adapted_op(shard: Shard, op: Any, **named: Any) -> Any:
+        names = argument_names(op)
+        transforms = {_argument(adapter, key, names): t for key, t in adapter.arg_transforms.items()}
+        return _called(shard, op, adapter, transforms, named)
+
+    return adapted_op
+
+
+def _argument(adapter: OpAdapter, key: int | str, names: list[str]) -> str:
+    """The name of an argument that is given by its name or its position.
+
+    Raises:
+        SpecError: where the operator has none such.
+
+    """
+    if isinstance(key, str) and key in names:
+        return key
+    if isinstance(key, int) and 0 <= key < len(names):
+        return names[key]
+    raise SpecError(f"{adapter.op} has no argument {key!r}: it takes {', '.join(names)}.")
+
+
+def _called(
+    shard: Shard, op: Callable[..., Any], adapter: OpAdapter, transforms: Mapping[Any, Any], named: dict[str, Any]
+) -> Any:
+    """The operator on transformed arguments, its results transformed and tagged."""
+    full = any(isinstance(t, GatherInputsFull) for t in transforms.values())
+    shares = any(getattr(value, "rows", None) in SHARE for value in named.values())
+    given = {name: _into(shard, transforms.get(name), value) for name, value in named.items()}
+    result = op(**given)
+    if isinstance(result, dict):
+        return {key: _out(shard, adapter.output_transforms.get(key), value, full, shares) for key, value in result.items()}
+    if isinstance(result, (tuple, list)):
+        return tuple(_out(shard, adapter.output_transforms.get(i), value, full, shares) for i, value in enumerate(result))
+    return _out(shard, adapter.output_transforms.get(0), result, full, shares)
+
+
+def _into(shard: Shard, transform: Any, value: Any) -> Any:
+    """An argument as the operator wants it."""
+    if not isinstance(value, Tensor):
+        return value
+    rows = getattr(value, "rows", None)
+    if isinstance(transform, GatherInputs):
+        return plain(value) if rows is PADDED else shard.routing.padded(plain(_owned(shard, value)))
+    if isinstance(transform, GatherInputsFull) and rows is not GLOBAL:
+        gathered = all_gather_rows(plain(_owned(shard, value)), shard.owners.counts, shard.comm)
+        return gathered.index_select(0, shard.owners.place)
+    if isinstance(transform, SliceOwned):
+        return plain(_owned(shard, value))
+    return plain(value)
+
+
+def _owned(shard: Shard, value: Tensor) -> Tensor:
+    if getattr(value, "rows", None) is GLOBAL:
+        return value.index_select(0, shard.ids[: shard.n_owned])
+    mine = own(shard, value)
+    if mine.shape[:1] != (shard.n_owned,):
+        raise MissingHandler(
+            f"a tensor of shape {tuple(value.shape)} does not have this rank's {shard.n_owned} atoms along dim 0, as the "
+            f"adapter's transform needs it.\nTag per-atom tensors, or take the transform off this argument."
+        )
+    return mine
+
+
+def _out(shard: Shard, transform: Any, value: Any, full: bool, shares: bool) -> Any:
+    """A result with its transform done, and what its rows then are."""
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(transform, ScatterOutputs):
+        owned = shard.routing.folded(value)
+        if not shard.storage.padded:
+            return tag_in_place(owned, shard, OWNED)
+        return tag_in_place(torch.cat([owned[: shard.n_owned], torch.zeros_like(value[shard.n_owned :])]), shard, STALE)
+    if isinstance(transform, AllReduceSum):
+        return tag_in_place(sum_over_ranks(value, shard.comm), shard, SYSTEM)
+    if isinstance(transform, SliceOutputsOwned):
+        mine = value.index_select(0, shard.ids[: shard.n_owned]) if full else value[: shard.n_owned]
+        return tag_in_place(mine, shard, OWNED)
+    return tag(value, shard, LOST) if shares else value
+
+
+def is_operator(adapter: OpAdapter) -> bool:
+    """It adapts an operator of torch.ops, not a Python function `module:name`, which `adapted` has to replace."""
+    return "::" in adapter.op
+
+
+def _around(adapter: OpAdapter) -> Callable[..., Any]:
+    """A Python function's replacement, with the transforms around it where a ShardTensor comes in."""
+
+    def call(original: Any, *args: Any, **kwargs: Any) -> Any:
+        named = inspect.signature(original).bind(*args, **kwargs).arguments
+        shard = next((value.shard for value in named.values() if isinstance(value, ShardTensor)), None)
+        if shard is None:
+            return original(*args, **kwargs)
+        transforms = {_argument(adapter, key, list(named)): t for key, t in adapter.arg_transforms.items()}
+        return _called(shard, original, adapter, transforms, named)
+
+    return call
+
+
+@contextmanager
+def adapted(spec: DistributionSpec) -> Iterator[None]:
+    """While open, methods and functions are replaced as `spec` says. Put it around the model's call."""
+    with ExitStack() as replaced:
+        for adapter in spec.custom_ops:
+            if not is_operator(adapter):
+                module, _, name = adapter.op.partition(":")
+                original = _found(module, name)
+                replaced.enter_context(patch.object(_found(module), name, _instead(original, _around(adapter))))
+        for helper in spec.helpers:
+            if isinstance(helper, PythonAdapter):
+                owner, name = _found(helper.module_path), helper.function_name
+            else:
+                owner, name = _found(helper.module_path, helper.class_name), helper.method_name
+            original = owner.__dict__[name] if name in vars(owner) else getattr(owner, name)
+            replacement = _found(*helper.replacement.split(":"))
+            replaced.enter_context(patch.object(owner, name, _instead(original, replacement)))
+        yield
+
+
+def _instead(original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    return call
+
+
+def _found(module: str, qualname: str = "") -> Any:
+    """The object of this name.
+
+    Raises:
+        SpecError: where there is none.
+
+    """
+    try:
+        found = importlib.import_module(module)
+        for part in qualname.split(".") if qualname else ():
+            found = getattr(found, part)
+        return found
+    except (ImportError, AttributeError) as error:
+        raise SpecError(f"the specification names {module}:{qualname}, which is not there: {error}.") from error
+
+
+def unscripted(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A replacement for a function that torch.jit.script compiled: the Python that it was compiled from."""
+    return original._torchdynamo_inline(*args, **kwargs)

@@ -1,0 +1,115 @@
+"""Counts, and what is laid out by them: how often an index names a row, and which rows it names at all."""
+
+from math import inf, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alchemi_shardtensor.table import Rule, handles
+from alchemi_shardtensor.tensor import EDGE, NODES, SHARE, SYSTEM, SYSTEMS, PointsAt, Shard, ShardTensor, plain, tag_in_place
+from alchemi_spec import MissingHandler
+
+
+def _points(target: PointsAt) -> Any:
+    return lambda shard, named: getattr(named["input"], "points_at", None) is target
+
+
+@handles(Tensor.bincount, torch.bincount, when=_points(SYSTEMS))
+def count_per_system(
+    shard: Shard, op: Any, input: ShardTensor, weights: Tensor | None = None, minlength: int = 0
+) -> ShardTensor:
+    """Of batch (N,): how many atoms each system has (B,), on all ranks together; or the sums of their weights."""
+    return _counts(shard, input, weights, max(minlength, shard.n_systems))
+
+
+@handles(Tensor.bincount, torch.bincount, when=_points(NODES))
+def count_per_node(
+    shard: Shard, op: Any, input: ShardTensor, weights: Tensor | None = None, minlength: int = 0
+) -> ShardTensor:
+    """Of receivers or senders (E,): how many edges each atom has there (N,), or the sums of their weights."""
+    return _counts(shard, input, weights, shard.storage.n_rows(shard))
+
+
+def _counts(shard: Shard, index: ShardTensor, weights: Tensor | None, n: int) -> ShardTensor:
+    """A sum through the index, which remembers the index."""
+    each = torch.ones_like(index) if weights is None else weights.double()
+    zeros = torch.zeros(n, dtype=each.dtype, device=index.device)
+    counts: ShardTensor = shard.table.dispatch(Tensor.index_add_, shard, [index], (zeros, 0, index, each), {})
+    counts.__dict__["of"] = index
+    return counts
+
+
+def _by_counts(name: str) -> Any:
+    return lambda shard, named: "of" in getattr(named.get(name), "__dict__", ())
+
+
+@handles(Tensor.repeat_interleave, torch.repeat_interleave, when=_by_counts("repeats"))
+def repeat_by_counts(shard: Shard, op: Any, input: Tensor, repeats: ShardTensor, dim: int | None = None, **_: Any) -> Any:
+    """Per-system values (B, *F) by bincount(batch) -> (N, *F); per-atom values by bincount(receiver) -> (E, *F).
+
+    Since batches and receivers ascend, that is what the index reads.
+    """
+    if dim not in (None, 0, -input.ndim) or (dim is None and input.ndim > 1):
+        raise MissingHandler(f"repeat_interleave by counts along dim {dim} of {tuple(input.shape)}: repeat along dim 0.")
+    return shard.table.dispatch(Tensor.__getitem__, shard, [repeats], (input, repeats.__dict__["of"]), {})
+
+
+_SEGMENTS = {"sum": ("sum", 0.0), "mean": ("mean", nan), "max": ("amax", -inf), "min": ("amin", inf), "prod": ("prod", 1.0)}
+"""What a scatter calls the reductions of segments, and what an empty segment holds."""
+
+
+@handles(torch.segment_reduce, when=_by_counts("lengths"))
+def reduce_segments(
+    shard: Shard, op: Any, input: Tensor, reduce: str, *, lengths: ShardTensor, dim: int = 0, initial: Any = None, **_: Any
+) -> Any:
+    """Segments as long as the counts: edges (E, *F) by bincount(receiver) -> (N, *F); atoms by bincount(batch) -> (B, *F)."""
+    if dim:
+        raise MissingHandler(f"segment_reduce by counts along axis {dim}: reduce along axis 0.")
+    name, empty = _SEGMENTS[reduce]
+    index = lengths.__dict__["of"]
+    out = input.new_full((len(lengths), *input.shape[1:]), empty if initial is None else initial)
+    wide = tag_in_place(
+        index.view(-1, *[1] * (input.ndim - 1)).expand_as(input), shard, index.rows, index.points_at, index.end
+    )
+    how = {"include_self": initial is not None}
+    return shard.table.dispatch(Tensor.scatter_reduce, shard, [wide], (out, 0, wide, input, name), how)
+
+
+@handles(Tensor.unique, torch.unique, when=_points(SYSTEMS))
+def systems_present(
+    shard: Shard,
+    op: Any,
+    input: ShardTensor,
+    sorted: bool = True,
+    return_inverse: bool = False,
+    return_counts: bool = False,
+    dim: int | None = None,
+) -> Any:
+    """Of batch (N,): the systems that have atoms on any rank (B',), each atom's place among them (N,), their counts (B',)."""
+    counts = plain(count_per_system.handler(shard, op, input))
+    present = (counts > 0).nonzero().flatten()
+    place = tag_in_place(((counts > 0).long().cumsum(0) - 1)[input], shard, input.rows, SYSTEMS, row_dim=input.row_dim)
+    found: list[Tensor] = [tag_in_place(present, shard, SYSTEM, SYSTEMS)]
+    if return_inverse:
+        found.append(place)
+    if return_counts:
+        found.append(tag_in_place(counts[present], shard, SYSTEM))
+        found[-1].__dict__["of"] = place
+    return tuple(found) if len(found) > 1 else found[0]
+
+
+@handles(Tensor.unique, torch.unique, Tensor.unique_consecutive, torch.unique_consecutive, when=_points(NODES))
+def nodes_named(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Any:
+    """Of an index (E,): the atoms that it names on this rank; each edge's place among them, for use on this rank only."""
+    found = op(input, **how)
+    values, *rest = found if isinstance(found, tuple) else (found,)
+    end = input.end if not isinstance(input.end, tuple) else None
+    tagged: list[Tensor] = [tag_in_place(values, shard, None, NODES, end)]
+    if how.get("return_inverse"):
+        tagged.append(tag_in_place(rest.pop(0), shard, input.rows if input.rows in SHARE else EDGE, row_dim=input.row_dim))
+    tagged += rest
+    return tuple(tagged) if len(tagged) > 1 else tagged[0]
+
+
+RULES: list[Rule] = [count_per_system, count_per_node, repeat_by_counts, reduce_segments, systems_present, nodes_named]

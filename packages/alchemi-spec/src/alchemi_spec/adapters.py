@@ -1,0 +1,203 @@
+"""What the runtime puts around an opaque op, and in the place of a method or a function; all by name."""
+
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from alchemi_spec.errors import SpecError
+from alchemi_spec.value import FrozenDict, Table, Value, rewording
+
+
+class GatherInputs(Value):
+    """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F), by the exchange."""
+
+    kind: Literal["gather_inputs"] = "gather_inputs"
+
+
+class GatherInputsFull(Value):
+    """Owned rows (n_owned, *F) -> all nodes' rows (N, *F) in global order, by an all-gather."""
+
+    kind: Literal["gather_inputs_full"] = "gather_inputs_full"
+
+
+class SliceOwned(Value):
+    """Padded or global rows -> owned rows (n_owned, *F), so that each atom is counted on one rank."""
+
+    kind: Literal["slice_owned"] = "slice_owned"
+
+
+class ScatterOutputs(Value):
+    """[owned | ghost] partial rows -> owned rows (n_owned, *F), the ghosts' share summed into their owners by the reverse."""
+
+    kind: Literal["scatter_outputs"] = "scatter_outputs"
+
+
+class AllReduceSum(Value):
+    """Each rank's partial sum (*F) -> the total (*F) on every rank."""
+
+    kind: Literal["all_reduce_sum"] = "all_reduce_sum"
+
+
+class SliceOutputsOwned(Value):
+    """Padded or global rows that are whole -> owned rows (n_owned, *F)."""
+
+    kind: Literal["slice_outputs_owned"] = "slice_outputs_owned"
+
+
+InputTransform = Annotated[GatherInputs | GatherInputsFull | SliceOwned, Field(discriminator="kind")]
+OutputTransform = Annotated[ScatterOutputs | AllReduceSum | SliceOutputsOwned, Field(discriminator="kind")]
+
+
+def name_of(live: object) -> str:
+    """`module:qualname` of a function or class; a name as it is.
+
+    Raises:
+        SpecError: where no such name leads back to it.
+
+    """
+    if isinstance(live, str):
+        return live
+    module, qualname = getattr(live, "__module__", None), getattr(live, "__qualname__", "")
+    found = sys.modules.get(str(module))
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if found is not live or not qualname:
+        raise SpecError(
+            f"{live!r} has no name that leads back to it, as lambdas, local functions and partials have none: define it at the "
+            f"top level of a module"
+        )
+    return f"{module}:{qualname}"
+
+
+def name_of_op(op: object) -> str:
+    """`ns::name` of a torch op's packet or default overload, `ns::name.overload` of another; else as `name_of`."""
+    for attribute in ("_qualified_op_name", "_qualname"):  # of an OpOverloadPacket; of a torch.library.custom_op
+        if isinstance(name := getattr(op, attribute, None), str):
+            return name
+    name = getattr(op, "name", None)  # of an OpOverload
+    return str(name()) if callable(name) else name_of(op)
+
+
+def _dotted(name: str) -> str:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ValueError(f"{name!r} is not a dotted name such as 'package.module'")
+    return name
+
+
+def _function(name: str) -> str:
+    module, colon, qualname = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} names no module: write 'module:name'")
+    return f"{_dotted(module)}:{_dotted(qualname)}"
+
+
+def _op(name: str) -> str:
+    namespace, colons, op = name.partition("::")
+    if not colons:
+        return _function(name)
+    if op.count(".") > 1:
+        raise ValueError(f"{name!r} is no op: write 'ns::name', or 'ns::name.overload'")
+    return f"{_dotted(namespace)}::{_dotted(op.removesuffix('.default'))}"
+
+
+def _place(key: object) -> object:
+    if isinstance(key, int) and key < 0:
+        raise ValueError(f"position {key}: count from the front, from 0")
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+Dotted = Annotated[str, AfterValidator(_dotted)]
+FunctionName = Annotated[str, BeforeValidator(name_of), AfterValidator(_function)]
+OpName = Annotated[str, BeforeValidator(name_of_op), AfterValidator(_op)]
+Place = Annotated[int | str, BeforeValidator(_place)]
+NONE: FrozenDict[Any, Any] = FrozenDict()
+
+
+class OpAdapter(Value):
+    """An opaque op, and what to do to its arguments before and its results after, on each rank.
+
+    `op`: a live op or function, or its name. `ns::name` stands for all overloads, `ns::name.overload` for one and goes
+    first; an adapter of an op that is never registered is idle. Arguments go by position or by the op's own name for them,
+    however they are passed; results by position or by key of a returned dict. The rest passes as it is.
+    """
+
+    op: OpName
+    arg_transforms: Table[Place, InputTransform] = {}
+    output_transforms: Table[Place, OutputTransform] = {}
+
+    @rewording
+    def __init__(
+        self,
+        op: object,
+        arg_transforms: Mapping[int | str, InputTransform] = NONE,
+        output_transforms: Mapping[int | str, OutputTransform] = NONE,
+    ) -> None:
+        super().__init__(op=op, arg_transforms=arg_transforms, output_transforms=output_transforms)
+
+    @property
+    def target(self) -> str:
+        """What is adapted."""
+        return self.op
+
+
+class MethodAdapter(Value):
+    """`replacement(original, self, *args, **kwargs)` is called instead of a method.
+
+    Two forms: `MethodAdapter(cls, "method", replacement)`, and by names, `MethodAdapter(module_path=..., class_name=...,
+    method_name=..., replacement="module:name")`. Either is kept by names.
+    """
+
+    kind: Literal["method"] = "method"
+    module_path: Dotted
+    class_name: Dotted
+    method_name: Dotted
+    replacement: FunctionName
+
+    @rewording
+    def __init__(
+        self,
+        cls: type | None = None,
+        method_name: str = "",
+        replacement: object = "",
+        *,
+        module_path: str = "",
+        class_name: str = "",
+    ) -> None:
+        if cls is not None:
+            module_path, _, class_name = name_of(cls).partition(":")
+            if not callable(getattr(cls, method_name, None)):
+                raise SpecError(f"{module_path}.{class_name} has no method {method_name!r}: name one that it has.")
+        super().__init__(module_path=module_path, class_name=class_name, method_name=method_name, replacement=replacement)
+
+    @property
+    def target(self) -> str:
+        """What is adapted."""
+        return f"{self.module_path}:{self.class_name}.{self.method_name}"
+
+
+class PythonAdapter(Value):
+    """`replacement(original, *args, **kwargs)` is called instead of a function of a module.
+
+    Two forms: `PythonAdapter(function, replacement)`, and by names, `PythonAdapter(module_path=..., function_name=...,
+    replacement="module:name")`. Either is kept by names.
+    """
+
+    kind: Literal["function"] = "function"
+    module_path: Dotted
+    function_name: Dotted
+    replacement: FunctionName
+
+    @rewording
+    def __init__(
+        self, function: object = None, replacement: object = "", *, module_path: str = "", function_name: str = ""
+    ) -> None:
+        if function is not None:
+            module_path, _, function_name = name_of(function).partition(":")
+        super().__init__(module_path=module_path, function_name=function_name, replacement=replacement)
+
+    @property
+    def target(self) -> str:
+        """What is adapted."""
+        return f"{self.module_path}:{self.function_name}"
