@@ -48,18 +48,19 @@ class Toy(nn.Module):
 # --8<-- [end:model]
 
 
-def run(comm, atoms, model):
-    """All results of an ASE structure (or several as one batch) on `comm`, forces in the whole's order."""
+def run(comm, atoms, model, spec=None):
+    """All results of an ASE structure (or several, or a Batch) on `comm`, forces in the whole's order."""
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
-    results = DistributedModel(model, config)(batch)
+    whole = atoms if isinstance(atoms, Batch) else Batch.from_ase(atoms)
+    batch = ShardedBatch.share(whole if comm.rank == 0 else None, config)
+    results = DistributedModel(model, config, spec)(batch)
     results["forces"] = batch.gather(results["forces"])
     return results
 
 
-def same_as_one_rank(comm, atoms, model, energy=1e-10, forces=1e-9, stress=1e-9):
+def same_as_one_rank(comm, atoms, model, energy=1e-10, forces=1e-9, stress=1e-9, spec=None):
     """Assert the bar of cases.md in float64; returns the results."""
-    shared, one = run(comm, atoms, model), run(Comm(), atoms, model)
+    shared, one = run(comm, atoms, model, spec), run(Comm(), atoms, model)
     assert shared.keys() == one.keys()
     for name, tolerance in (("energy", energy), ("forces", forces), ("stress", stress)):
         if name in one:

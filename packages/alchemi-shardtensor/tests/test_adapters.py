@@ -99,8 +99,8 @@ def test_what_no_adapter_declares_is_lost_and_refused_in_a_reduction(comm):
     assert found.rows is LOST
     with pytest.raises(RuntimeError, match="would be one over a slice"):
         found.sum()
+    graph = RandomGraph(comm, spec=spec_with(OpAdapter("opaque::smoothed", {7: GatherInputs()})))
     with pytest.raises(SpecError, match=r"opaque::smoothed has no argument 7: it takes x\."):
-        graph = RandomGraph(comm, spec=spec_with(OpAdapter("opaque::smoothed", {7: GatherInputs()})))
         opaque.smoothed(graph.nodes(values(graph.n)))
 
 
@@ -120,9 +120,7 @@ def shifted(original, x):
 def test_methods_and_functions_are_replaced_around_the_call_and_put_back(comm):
     """By either form; also where the call fails, and with two specifications one in the other."""
     method = MethodAdapter(opaque.Model, "scale", "test_adapters:doubled")
-    named = MethodAdapter(
-        module_path="opaque", class_name="Model", method_name="scale", replacement="opaque:halved"
-    )
+    named = MethodAdapter(module_path="opaque", class_name="Model", method_name="scale", replacement="opaque:halved")
     function = PythonAdapter(opaque.offset, opaque.raised)
     before = vars(opaque.Model)["scale"], opaque.offset
     x = torch.ones(2)
@@ -135,8 +133,11 @@ def test_methods_and_functions_are_replaced_around_the_call_and_put_back(comm):
     with pytest.raises(ZeroDivisionError), adapted(spec_with(helpers=(named,))):
         raise ZeroDivisionError
     assert vars(opaque.Model)["scale"] is before[0]
-    with pytest.raises(SpecError, match="opaque:nothing, which is not there"), adapted(
-        spec_with(helpers=(PythonAdapter(module_path="opaque", function_name="offset", replacement="opaque:nothing"),))
+    with (
+        pytest.raises(SpecError, match="opaque:nothing, which is not there"),
+        adapted(
+            spec_with(helpers=(PythonAdapter(module_path="opaque", function_name="offset", replacement="opaque:nothing"),))
+        ),
     ):
         pass
     assert method.class_name == "Model"

@@ -105,7 +105,13 @@ def test_ghost_rows_are_their_owners_rows_whatever_their_type(comm, collective):
 def test_several_fields_travel_in_one_message(comm):
     """Of any types, those that are differentiated and those that are not; their gradients come home in one, too."""
     graph = RandomGraph(comm, owners=UNEVEN)
-    shapes = {"a": ((3,), F64), "flag": ((), torch.bool), "b": ((2, 2), torch.float32), "id": ((), torch.int64), "o": ((0,), F64)}
+    shapes = {
+        "a": ((3,), F64),
+        "flag": ((), torch.bool),
+        "b": ((2, 2), torch.float32),
+        "id": ((), torch.int64),
+        "o": ((0,), F64),
+    }
     whole = {k: (torch.arange(graph.n).reshape(-1, *[1] * len(s)) % 5).expand(-1, *s).to(d) for k, (s, d) in shapes.items()}
     mine = [field[graph.mine].clone() for field in whole.values()]
     mine[0].requires_grad_(), mine[2].requires_grad_()

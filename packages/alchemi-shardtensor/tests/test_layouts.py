@@ -1,11 +1,40 @@
 """One model under every layout equals one process: energy, gradients of nodes and of a strain leaf."""
 
+import opaque  # noqa: F401  registers operators
 import pytest
 import torch
 from graphs import LAYOUTS, UNEVEN, RandomGraph
 
-from alchemi_shardtensor import SYSTEM, plain
-from alchemi_shardtensor.testing import EXACT, ranks
+from alchemi_shardtensor import (
+    BOTH,
+    EDGE,
+    GLOBAL,
+    LOST,
+    NODES,
+    OWNED,
+    PADDED,
+    PARTIAL,
+    STALE,
+    SYSTEM,
+    SYSTEMS,
+    Comm,
+    DomainConfig,
+    Fired,
+    ShardTensor,
+    plain,
+    trace,
+)
+from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
+from alchemi_spec import (
+    DistributionSpec,
+    GatherInputsFull,
+    GatherRule,
+    OpAdapter,
+    ScatterRule,
+    SliceOutputsOwned,
+    SpecError,
+    StoragePolicy,
+)
 
 F64 = torch.float64
 
@@ -20,7 +49,7 @@ def equalised(x, numbers, edge_index, batch, strain, n_systems, field):
     sender, receiver = edge_index
     h = torch.cat([torch.sin(x), torch.linspace(0.5, 1.5, 10, dtype=x.dtype)[numbers][:, None]], dim=1)
     for _ in range(3):
-        message = torch.tanh(h[sender] - 0.3 * h[receiver]) / (1 + (x[sender] - x[receiver]).norm(dim=1, keepdim=True))
+        message = torch.tanh(h[sender] - 0.3 * h[receiver]) / (1 + (x[sender] - x[receiver]).square().sum(1, keepdim=True))
         into, back = torch.zeros_like(h), torch.zeros_like(h)
         into.index_add_(0, receiver, message)
         back = back.scatter_add_(0, sender[:, None].expand_as(message), 0.1 * message)
@@ -65,3 +94,230 @@ def test_energy_forces_and_stress_equal_one_process_under_every_layout(comm, lay
     torch.testing.assert_close(graph.owned(f), forces[graph.mine], **close)
     torch.testing.assert_close(plain(s), stress, **close)
     torch.testing.assert_close(plain(e), slope, **close)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_second_derivatives_equal_one_process_under_every_layout(comm, layout):
+    """Of the squared forces, as a loss on forces needs them: with respect to nodes, a strain and a replicated scalar."""
+    graph = RandomGraph(comm, n=11, n_edges=30, n_systems=2, layout=layout)
+    g = torch.Generator().manual_seed(3)
+    x, numbers = torch.rand(graph.n, 3, dtype=F64, generator=g), torch.randint(0, 10, (graph.n,), generator=g)
+    arguments = numbers, graph.edge_index, graph.batch
+    tagged = graph.nodes(numbers), graph.local_edge_index, graph.local_batch
+    found = []
+    for node, (z, edge_index, batch) in ((x.clone(), arguments), (graph.nodes(x), tagged)):
+        leaves = node.requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True), field()
+        energy = equalised(leaves[0], z, edge_index, batch, leaves[1], 2, leaves[2])
+        forces, stress = torch.autograd.grad(energy.sum(), leaves[:2], create_graph=True)
+        loss = torch.zeros(2, dtype=F64).index_add_(0, batch, (forces**2).sum(1)).sum() + (stress**2).sum()
+        found.append(torch.autograd.grad(loss, leaves))
+    (e_x, e_strain, e_scale), (f_x, f_strain, f_scale) = found
+    close = {"rtol": 1e-11, "atol": 1e-11}
+    torch.testing.assert_close(graph.owned(f_x), e_x[graph.mine], **close)
+    torch.testing.assert_close(plain(f_strain), e_strain, **close)
+    torch.testing.assert_close(plain(f_scale), e_scale, **close)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_fills_grad_as_one_process_does_under_every_layout(comm, layout):
+    graph = RandomGraph(comm, n_systems=2, layout=layout)
+    x, numbers, _, (forces, stress, slope) = whole(comm, graph, 2)
+    leaf, strain, scale = graph.nodes(x).requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True), field()
+    energy = equalised(leaf, graph.nodes(numbers), graph.local_edge_index, graph.local_batch, strain, 2, scale)
+    energy.sum().backward()
+    close = {"rtol": EXACT, "atol": EXACT}
+    rows = graph.mine if leaf.rows is GLOBAL else slice(len(graph.mine))
+    torch.testing.assert_close(plain(leaf.grad)[rows], forces[graph.mine], **close)
+    torch.testing.assert_close(plain(strain.grad), stress, **close)
+    torch.testing.assert_close(plain(scale.grad), slope, **close)
+
+
+def layers(h, x, edge_index, batch, n_layers):
+    """A network whose first features are static: the gather of each layer, and of positions, is one exchange."""
+    sender, receiver = edge_index
+    r = (x[sender] - x[receiver]).square().sum(1, keepdim=True)
+    for _ in range(n_layers):
+        h = h + torch.tanh(torch.zeros_like(h).index_add_(0, receiver, h[sender] * torch.exp(-r)))
+    return torch.zeros(2, dtype=x.dtype).index_add_(0, batch, h.sum(1))
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("n_layers", [1, 2, 4])
+@pytest.mark.parametrize("layout", ["owned", "padded", "sharded", "exchanged", "gathered"])
+def test_l_layers_cost_l_minus_1_exchanges_of_features(comm, layout, n_layers):
+    """And one of positions, one of the static features, once, and as many reverses as went out with a gradient.
+
+    In the padded layout positions and static features are there from the start; in the sharded one, receivers are not
+    known to be owned, but that none is read is known from the routing.
+    """
+    graph = RandomGraph(comm, layout=layout)
+    g = torch.Generator().manual_seed(3)
+    x, h = torch.rand(graph.n, 3, dtype=F64, generator=g), torch.rand(graph.n, 4, dtype=F64, generator=g)
+    static, many = graph.nodes(h), comm.size > 1
+    given = layout == "padded"
+    for step in range(3):
+        leaf = graph.nodes(x).requires_grad_()
+        with count_traffic(comm) as forward:
+            energy = layers(static, leaf, graph.local_edge_index, graph.local_batch, n_layers)
+        with count_traffic(comm) as backward:
+            torch.autograd.grad(energy.sum(), leaf)
+        statics = 0 if given or step else 1
+        assert forward.exchanges == many * (n_layers - 1 + (not given) + statics)
+        assert backward.reverses == many * n_layers
+        assert (forward.reverses, backward.exchanges) == (0, 0)
+        assert (forward.host_syncs, backward.host_syncs) == (0, 0) or (layout == "sharded" and step == 0)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_order_of_the_edges_changes_nothing(comm, layout):
+    """Shuffled, and half of the list in the opposite order: case 10."""
+    graph = RandomGraph(comm, layout=layout)
+    g = torch.Generator().manual_seed(3)
+    x, h = torch.rand(graph.n, 3, dtype=F64, generator=g), torch.rand(graph.n, 4, dtype=F64, generator=g)
+    n = len(graph.edges)
+    shuffled = torch.randperm(n, generator=g)
+    half = torch.cat([torch.arange(n // 2).flip(0), torch.arange(n // 2, n)])
+    energies = []
+    for order in (torch.arange(n), shuffled, half):
+        edges = graph.local_edge_index[:, order]
+        energies.append(plain(layers(graph.nodes(h), graph.nodes(x), edges, graph.local_batch, 3)))
+    torch.testing.assert_close(energies[1], energies[0], rtol=EXACT, atol=EXACT)
+    torch.testing.assert_close(energies[2], energies[0], rtol=EXACT, atol=EXACT)
+    whole = layers(h, x, graph.edge_index, graph.batch, 3)
+    torch.testing.assert_close(energies[0], whole, rtol=EXACT, atol=EXACT)
+
+
+@ranks(2, 3)
+def test_a_write_into_padded_rows_makes_ghosts_stale(comm):
+    graph = RandomGraph(comm, layout="padded")
+    x = torch.rand(graph.n, 2, generator=torch.Generator().manual_seed(1))
+    fresh, (sender, receiver) = graph.nodes(x), graph.local_edge_index
+    assert fresh.rows is PADDED and (fresh * 2 + 1).rows is PADDED
+    with count_traffic(comm) as traffic:
+        fresh[sender], (fresh * 2)[sender]
+    assert traffic.exchanges == 0
+    into = torch.zeros_like(fresh).index_add_(0, receiver, fresh[sender])
+    assert into.rows is STALE and (into + fresh).rows is STALE
+    with count_traffic(comm) as traffic:
+        into[receiver], into[sender], into[sender]
+    assert traffic.exchanges == 1
+    fresh[receiver] = torch.zeros(2)
+    assert fresh.rows is STALE
+    expected = x.clone()
+    expected[graph.edge_index[1]] = 0
+    torch.testing.assert_close(plain(fresh[sender]), expected[graph.edge_index[0, graph.edges]])
+
+
+@ranks(1, 2, 3)
+def test_some_rows_of_a_padded_layout_are_not_summed(comm):
+    """A selection holds ghosts, and which they are is not known: refused, where a sum over owned rows would be."""
+    graph = RandomGraph(comm, layout="padded")
+    x = graph.nodes(torch.rand(graph.n, 2))
+    batch = graph.local_batch
+    if comm.size > 1:
+        chosen = torch.zeros(len(x), dtype=torch.bool)
+        for refused in (
+            lambda: x[chosen].sum(),
+            lambda: torch.zeros(2, 2).index_add_(0, batch[chosen], x[chosen]),
+            lambda: torch.zeros(2, 2).index_put_((batch[chosen],), x[chosen], accumulate=True),
+        ):
+            with pytest.raises(RuntimeError, match="padded layout|over a slice"):
+                refused()
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("layout", ["owned", "padded"])
+def test_with_per_system_reductions_off_a_sum_is_this_ranks_part(comm, layout):
+    """It can be added up and differentiated; what would be wrong for a part is refused."""
+    spec = DistributionSpec(policy=LAYOUTS[layout], per_system_reduce=False)
+    graph = RandomGraph(comm, layout=layout, spec=spec)
+    x = torch.rand(graph.n, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
+    leaf, start = graph.nodes(x).requires_grad_(), torch.ones(2, dtype=F64)
+    with count_traffic(comm) as traffic:
+        part = start.index_add(0, graph.local_batch, (leaf**2).sum(1))
+    assert part.rows is PARTIAL and traffic.reductions == 0
+    whole = torch.ones(2, dtype=F64).index_add_(0, graph.batch, (x**2).sum(1))
+    torch.testing.assert_close(comm.all_reduce(plain(part).detach()), whole, rtol=EXACT, atol=EXACT)
+    assert (2 * part.sum()).rows is PARTIAL and (part + part)[0].rows is PARTIAL
+    assert (part**2).rows is LOST and (part + 1).rows is LOST and (part * part).rows is LOST
+    (g,) = torch.autograd.grad(3 * part.sum(), leaf)
+    torch.testing.assert_close(graph.owned(g), 6 * x[graph.mine], rtol=EXACT, atol=EXACT)
+    with pytest.raises(RuntimeError, match="the parts have to be added up first"):
+        part[graph.local_batch]
+
+
+@ranks(1, 2)
+def test_two_specifications_interleaved_do_not_disturb_each_other(comm):
+    """Step by step in turn, with an adapter in one: each is what it is alone."""
+    doubling = OpAdapter("opaque::smoothed", {0: GatherInputsFull()}, {0: SliceOutputsOwned()})
+    one = RandomGraph(comm, layout="owned")
+    two = RandomGraph(comm, layout="padded", seed=1, owners=UNEVEN)
+    three = RandomGraph(comm, spec=DistributionSpec(policy=LAYOUTS["owned"], custom_ops=(doubling,), per_system_reduce=False))
+    alone = [list(steps(graph)) for graph in (one, two, three)]
+    together = list(zip(*(steps(graph) for graph in (one, two, three)), strict=True))
+    for column, expected in zip(zip(*together, strict=True), alone, strict=True):
+        assert all(torch.equal(a, b) and a.rows is b.rows for a, b in zip(column, expected, strict=True))
+    assert [steps_of[-1].rows for steps_of in alone] == [SYSTEM, SYSTEM, PARTIAL]
+    with pytest.raises(RuntimeError, match="of two partitions"):
+        one.nodes(torch.rand(one.n)).sum() + two.nodes(torch.rand(two.n)).sum()
+
+
+def steps(graph):
+    """A network, a step at a time."""
+    h = graph.nodes(torch.rand(graph.n, 3, dtype=F64, generator=torch.Generator().manual_seed(1)))
+    sender, receiver = graph.local_edge_index
+    for _ in range(2):
+        message = h[sender]
+        yield message
+        h = torch.tanh(torch.zeros_like(h).index_add_(0, receiver, message))
+        yield h
+    yield torch.zeros(2, 3, dtype=F64).index_add_(0, graph.local_batch, h)
+
+
+@ranks(1, 2)
+def test_a_trace_tells_what_fired(comm):
+    graph = RandomGraph(comm)
+    h, (sender, receiver) = graph.nodes(torch.rand(graph.n, 3)), graph.local_edge_index
+    h.sum()
+    with trace(graph.shard) as fired:
+        torch.zeros_like(h).index_add_(0, receiver, torch.tanh(h[sender]))
+    assert fired == [
+        Fired("zeros_like", None, OWNED),
+        Fired("__getitem__", "gather_nodes", EDGE),
+        Fired("tanh", None, EDGE),
+        Fired("index_add_", "to_nodes", OWNED),
+    ]
+    h.sum()
+    assert len(fired) == 4
+
+
+@ranks(1, 2)
+def test_wrap_is_the_public_constructor(comm):
+    graph = RandomGraph(comm)
+    spec, config = DistributionSpec(), DomainConfig(comm)
+    meta = {"spec": spec, "meta": graph.routing, "config": config, "n_systems": 2}
+    x = torch.rand(len(graph.mine), 3, dtype=F64)
+    h = ShardTensor.wrap(x, rows="owned", **meta)
+    edge_index = ShardTensor.wrap(plain(graph.local_edge_index), points_at=NODES, end=BOTH, **meta)
+    batch = ShardTensor.wrap(plain(graph.local_batch), rows=OWNED, points_at="systems", **meta)
+    assert h.shard is edge_index.shard is batch.shard and h.data_ptr() == x.data_ptr() and type(x) is torch.Tensor
+    whole = h[edge_index[0]].sum()
+    total = torch.zeros(2, 3, dtype=F64).index_add_(0, batch, h)
+    assert (whole.rows, total.rows) == (SYSTEM, SYSTEM)
+    for message, wrong in {
+        "integers": {"points_at": SYSTEMS},
+        f"owned rows are {len(x)}": {"t": torch.rand(len(x) + 1), "rows": OWNED},
+        "other ranks": {"config": DomainConfig(Comm(comm.group, comm.device)), "rows": OWNED},
+        "no layout serves a policy of kind 'third'": {"spec": DistributionSpec(policy=Third())},
+    }.items():
+        with pytest.raises(SpecError, match=message):
+            ShardTensor.wrap(**{"t": x, **meta, **wrong})
+
+
+class Third(StoragePolicy):
+    kind: str = "third"
+    scatter: ScatterRule = ScatterRule.LOCAL
+    gather: GatherRule = GatherRule.LOCAL

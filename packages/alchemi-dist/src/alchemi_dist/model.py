@@ -54,9 +54,10 @@ class DistributedModel(nn.Module):
         """The model, by what alchemi-spec says that it has."""
         return cast(Model[Tensor], self.model)
 
-    def forward(self, batch: ShardedBatch, outputs: Sequence[str] = ("energy", "forces", "stress")) -> dict[str, Tensor]:
+    def forward(self, batch: ShardedBatch, outputs: Sequence[str] | None = None) -> dict[str, Tensor]:
         """Energy (B,) in eV on every rank, forces (n_owned, 3) in eV/Å of this rank's atoms, stress (B, 3, 3) in eV/Å^3.
 
+        Those that `outputs` names; default all that the specification has.
         Every rank must call it. There is no `stress` where no structure has a volume (`batch.why_no_stress()` says why);
         in a batch of both kinds, the rows without one are zero.
 
@@ -64,7 +65,7 @@ class DistributedModel(nn.Module):
             UnsupportedElement, NonFinitePosition, InvalidCell, SpecError: on every rank, before anything is computed.
 
         """
-        return self.compute(self.prepare(batch), batch, outputs)
+        return self.compute(self.prepare(batch), batch, tuple(self.spec.output_kinds) if outputs is None else outputs)
 
     def prepare(self, batch: ShardedBatch, edges: Edges | None = None) -> dict[str, Tensor]:
         """Check this rank's atoms, find their edges and ghosts (or take `edges`), and tag every field of the data contract."""

@@ -24,9 +24,7 @@ def count_per_system(
 
 
 @handles(Tensor.bincount, torch.bincount, when=_points(NODES))
-def count_per_node(
-    shard: Shard, op: Any, input: ShardTensor, weights: Tensor | None = None, minlength: int = 0
-) -> ShardTensor:
+def count_per_node(shard: Shard, op: Any, input: ShardTensor, weights: Tensor | None = None, minlength: int = 0) -> ShardTensor:
     """Of receivers or senders (E,): how many edges each atom has there (N,), or the sums of their weights."""
     return _counts(shard, input, weights, shard.storage.n_rows(shard))
 
@@ -69,9 +67,7 @@ def reduce_segments(
     name, empty = _SEGMENTS[reduce]
     index = lengths.__dict__["of"]
     out = input.new_full((len(lengths), *input.shape[1:]), empty if initial is None else initial)
-    wide = tag_in_place(
-        index.view(-1, *[1] * (input.ndim - 1)).expand_as(input), shard, index.rows, index.points_at, index.end
-    )
+    wide = tag_in_place(index.view(-1, *[1] * (input.ndim - 1)).expand_as(input), shard, index.rows, index.points_at, index.end)
     how = {"include_self": initial is not None}
     return shard.table.dispatch(Tensor.scatter_reduce, shard, [wide], (out, 0, wide, input, name), how)
 

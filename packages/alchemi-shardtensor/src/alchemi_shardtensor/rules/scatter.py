@@ -48,9 +48,7 @@ def to_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTenso
     return _added(shard, target, op, input, dim, src, **how)
 
 
-def _without_ghosts(
-    shard: Shard, op: Any, target: Target, index: ShardTensor, src: Tensor, dim: int
-) -> tuple[Target, Tensor]:
+def _without_ghosts(shard: Shard, op: Any, target: Target, index: ShardTensor, src: Tensor, dim: int) -> tuple[Target, Tensor]:
     """What is added, and where, of the rows that count on this rank."""
     if not shard.storage.padded:
         return target, src
