@@ -52,21 +52,20 @@ QUARTZ_LIKE = bulk("Si", cubic=True) * (2, 2, 1)
 QUARTZ_LIKE.rattle(0.1, seed=3)
 STRUCTURES = {
     "bulk": QUARTZ_LIKE,
-    "8 atoms": bulk("Si", cubic=True),
     "slab": fcc111("Cu", (2, 2, 3), a=3.6, vacuum=10.0),
     "3 atoms": Atoms("Ar3", [[0, 0, 0], [3, 0, 0], [0, 3.5, 0]]),
     "batch": [QUARTZ_LIKE, molecule("CH3CH2OH"), Atoms("Ar")],
 }
 
 
-@ranks(1, 2, 3, 4)
+@ranks(1, 3)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("name", SPECS)
 def test_a_network_equals_one_rank_under_every_specification(comm, name, structure):
     same_as_one_rank(comm, STRUCTURES[structure], Toy(), spec=SPECS[name])
 
 
-@ranks(1, 2, 4)
+@ranks(1, 2)
 @pytest.mark.parametrize("name", SPECS)
 def test_lennard_jones_equals_one_rank_under_every_specification(comm, name):
     atoms = bulk("Ar", cubic=True, a=5.3) * (2, 2, 2)

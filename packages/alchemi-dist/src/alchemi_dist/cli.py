@@ -106,7 +106,7 @@ def _write_and_show(items: Iterator[Any], n_frames: int, out: Path | None, conso
                 frames.append(frame)
                 progress.advance(task)
                 if partial is not None:
-                    ase.io.write(partial, frame.atoms, format="extxyz", append=number > 0)
+                    ase.io.write(partial, frame.atoms, format="extxyz", append=number > 0, parallel=False)
         if partial is not None and out is not None:
             partial.replace(out)
     finally:

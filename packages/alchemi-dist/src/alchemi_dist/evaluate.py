@@ -71,7 +71,7 @@ def evaluate(
 
 def _read(file: str, index: str) -> list[Atoms]:
     try:
-        found = ase.io.read(file, index=index)
+        found = ase.io.read(file, index=index, parallel=False)
     except Exception as error:
         raise InputError(f"ASE cannot read {file} (frames {index!r}): {type(error).__name__}: {error}") from error
     frames = found if isinstance(found, list) else [found]

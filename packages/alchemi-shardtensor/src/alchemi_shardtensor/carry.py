@@ -1,8 +1,9 @@
 """How tags are carried by the operations that no handler takes: plain torch, and where the rows are in its result."""
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +13,10 @@ from alchemi_shardtensor.collectives import sum_over_ranks
 from alchemi_shardtensor.contract import CONTRACTIONS, contracts_rows, einsummed, linear, multiplied, tensordotted
 from alchemi_shardtensor.pointwise import POINTWISE
 from alchemi_shardtensor.tensor import (
+    EDGE,
     GLOBAL,
     LOST,
+    OWNED,
     PADDED,
     PARTIAL,
     REPLICATED,
@@ -47,19 +50,62 @@ _FIRST_ONLY = frozenset({"to", "type_as", "view_as", "reshape_as", "expand_as"})
 """What other arguments lend is a type or a shape."""
 
 
-def carried_row_by_row(op: Callable[..., Any], result: Any, sources: list[ShardTensor]) -> bool:
-    """The short way for what most operations are: every row of the result is made of the same row of like sources."""
-    first = sources[0]
-    mark = first.tag
-    if type(result) is not Tensor or mark.points_at is not None or mark.rows in (LOST, PARTIAL) or result.ndim != first.ndim:
+class Plan(NamedTuple):
+    """What is known of an operation by its name: without the underscore of an in-place form, "" for a scripted module."""
+
+    name: str
+    in_place: bool
+    pointwise: bool
+    moves: Callable[..., int | None] | None
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_of(op: Any) -> Plan:
+    """The plan of an operation."""
+    full = "" if isinstance(op, torch.ScriptMethod) else getattr(op, "__name__", "")
+    full = full if full != "__get__" else op.__self__.__name__
+    name = base(full)
+    return Plan(name, name is not full, name in POINTWISE, _MOVES.get(name))
+
+
+def carried_alone(plan: Plan, result: Any, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The short way for an operation on one tensor whose rows are known; False where it takes the long one."""
+    mark = source.tag
+    rows = mark.rows
+    if type(result) is not Tensor or plan.in_place or mark.points_at is not None or not args:
         return False
-    if getattr(op, "__name__", "") not in POINTWISE:
+    if args[0] is not source:
         return False
-    d = mark.row_dim
-    for s in sources:
-        if s.tag is not mark or s.ndim != first.ndim or (mark.rows is not SYSTEM and s.shape[d] != first.shape[d]):
+    if rows is SYSTEM and plan.pointwise:
+        dim = mark.row_dim
+    elif rows is OWNED or rows is EDGE:
+        others = (*args[1:], *kwargs.values()) if kwargs else args[1:]
+        alone = plan.pointwise and not any(isinstance(a, _HOLDERS) and a is not source for a in others)
+        found = mark.row_dim if alone else _row_dim(plan, result, source, args, kwargs)
+        if found is None or not 0 <= found < result.ndim:
             return False
-    if mark.rows is not SYSTEM and (not result.ndim or result.shape[d] != first.shape[d]):
+        dim = found
+    else:
+        return False
+    result.__class__ = ShardTensor
+    result.tag = mark if dim == mark.row_dim else mark.shard.tag(rows, row_dim=dim)  # type: ignore[attr-defined]
+    return True
+
+
+_HOLDERS = (Tensor, tuple, list)
+
+
+def carried_row_by_row(result: Any, sources: list[ShardTensor]) -> bool:
+    """The short way for a pointwise operation on tensors with one tag, each row of the result made of the same of theirs."""
+    first = sources[0]
+    mark, d, ndim = first.tag, first.tag.row_dim, first.ndim
+    if type(result) is not Tensor or mark.points_at is not None or mark.rows in (LOST, PARTIAL) or result.ndim != ndim:
+        return False
+    n = first.size(d) if ndim else 0
+    for s in sources:
+        if s is not first and (s.tag is not mark or s.ndim != ndim or (mark.rows is not SYSTEM and s.size(d) != n)):
+            return False
+    if mark.rows is not SYSTEM and (not ndim or result.size(d) != n):
         return False
     result.__class__ = ShardTensor
     result.tag = mark  # type: ignore[attr-defined]
@@ -82,9 +128,8 @@ def carry(
         return type(result)(parts)
     if not isinstance(result, Tensor):
         return result
-    full = "" if isinstance(op, torch.ScriptMethod) else getattr(op, "__name__", "")
-    full = full if full != "__get__" else op.__self__.__name__  # type: ignore[attr-defined]
-    name = base(full)
+    plan = plan_of(op)
+    name = plan.name
     if name.startswith("new_"):
         return result
     if not name and any(s.tag.points_at for s in sources):
@@ -92,7 +137,7 @@ def carry(
             "a scripted module was handed an index that points at other rows: what it gathers or adds inside cannot be seen.\n"
             "Use the module before it was scripted, or replace the call by a MethodAdapter."
         )
-    if name is full:  # not in place: an argument that comes back is the caller's own
+    if not plan.in_place:  # an argument that comes back is the caller's own
         for a in args:
             if a is result:
                 return result
@@ -114,8 +159,8 @@ def carry(
     kind = STALE if kinds == _FRESH_AND_STALE else shares[0].tag.rows
     if (len(kinds) > 1 and kind is not STALE) or kind is LOST:  # what is lost stays lost, whatever it meets
         return tag_in_place(result, shard, LOST, target, end)
-    dim = _row_dim(name, result, shares[0], args, kwargs)
-    if any(_row_dim(name, result, s, args, kwargs) != dim for s in shares[1:]) or (name in _MOVES and name is not full):
+    dim = _row_dim(plan, result, shares[0], args, kwargs)
+    if any(_row_dim(plan, result, s, args, kwargs) != dim for s in shares[1:]) or (plan.moves and plan.in_place):
         dim = None  # two places for the rows; or the argument has changed its shape in place
     dim = dim if dim is not None and 0 <= dim < result.ndim else None
     if dim is None and name in CONTRACTIONS:
@@ -164,18 +209,19 @@ def _end(name: str, found: list[ShardTensor]) -> Ends:
     return end
 
 
-def _row_dim(name: str, result: Tensor, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _row_dim(plan: Plan, result: Tensor, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Which dim of the result enumerates the source's rows, or None if none does."""
-    if name in _MOVES:
+    if plan.moves is not None:
         try:
-            return _MOVES[name](source, *args, **kwargs)
+            return plan.moves(source, *args, **kwargs)
         except (TypeError, KeyError, ValueError, IndexError):  # a call form that is not listed
             return None
-    given = (*args, *(value for key, value in kwargs.items() if key != "out"))
+    name = plan.name
+    given = (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args
     tensors = list(_tensors(given))
     if name in _REDUCTIONS and len(tensors) == 1:  # torch.max(x, y) is elementwise
         return _reduced(source, bind(name, args, kwargs))
-    if name and name not in POINTWISE and name not in ("max", "min"):
+    if name and not plan.pointwise and name not in ("max", "min"):
         return None
     r = source.row_dim  # pointwise; or a scripted module, which is taken to keep its rows
     widest = max((t.ndim for t in tensors), default=0)

@@ -7,13 +7,13 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from alchemi_shardtensor.arguments import Binder, binder
-from alchemi_shardtensor.carry import carried_row_by_row, carry
+from alchemi_shardtensor.carry import carried_alone, carried_row_by_row, carry, plan_of
 from alchemi_shardtensor.storage import Storage
 from alchemi_shardtensor.tensor import End, Fired, PointsAt, Rows, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
 Op = Callable[..., Any]
-Ruled = tuple[Binder, list["Rule"]]
+Ruled = tuple[Binder, list["Rule"], bool]
 Predicate = Callable[[Shard, dict[str, Any]], bool]
 
 
@@ -50,7 +50,16 @@ class HandlerTable:
                 if isinstance(op, str):
                     self._named.setdefault(op, []).append(rule)
                 else:
-                    self._of.setdefault(op, (binder(op), []))[1].append(rule)  # type: ignore[index]
+                    self._of[op] = self._ruled(op, [*self._rules_of(op), rule])
+
+    def _rules_of(self, op: Op) -> list[Rule]:
+        ruled = self._of.get(op)
+        return [] if ruled is None else ruled[1]
+
+    @staticmethod
+    def _ruled(op: Op, rules: list[Rule]) -> Ruled:
+        """The rules of an operation, how to name its arguments, and whether none can fire without an index that points."""
+        return binder(op), rules, all(getattr(rule.when, "needs_index", False) for rule in rules)
 
     def __add__(self, rules: Sequence[Rule]) -> "HandlerTable":
         """A table in which `rules` are asked first."""
@@ -58,7 +67,8 @@ class HandlerTable:
 
     def dispatch(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
-        if len(sources) > 1 and any(s.tag.shard is not shard for s in sources):
+        several = len(sources) > 1
+        if several and any(s.tag.shard is not shard for s in sources):
             raise MissingHandler(
                 f"{op.__name__} of tensors of two partitions: their rows are not the same atoms.\n"
                 f"Wrap both with the same spec, meta and n_systems, or take the tag off with plain(x)."
@@ -66,16 +76,20 @@ class HandlerTable:
         ruled = self._of.get(op)
         if ruled is None and isinstance(op, _OPERATORS):
             ruled = self._by_name(op)
-        if ruled is not None:
-            bound, rules = ruled
+        if ruled is not None and (not ruled[2] or any(s.tag.points_at is not None for s in sources)):
+            bound, rules, _ = ruled
             named = bound(args, kwargs)
             for rule in rules:
                 if rule.when(shard, named):
                     result = rule.handler(shard, op, **named)
                     result = result if rule.rows is None else tag_in_place(result, shard, rule.rows)
                     return result if shard.fired is None else _traced(shard.fired, op, rule.handler, result)
-        result = op(*args, **kwargs)
-        if ruled is not None or not carried_row_by_row(op, result, sources):
+        result, plan = op(*args, **kwargs), plan_of(op)
+        if several:
+            carried = plan.pointwise and carried_row_by_row(result, sources)
+        else:
+            carried = carried_alone(plan, result, sources[0], args, kwargs)
+        if not carried:
             result = carry(op, result, shard, sources, args, kwargs)
         return result if shard.fired is None else _traced(shard.fired, op, None, result)
 
@@ -84,7 +98,7 @@ class HandlerTable:
         if op not in self._of:
             names = [op.name(), op.name().partition(".")[0]] if isinstance(op, OpOverload) else [op._qualified_op_name]
             found = [rule for name in dict.fromkeys(names) for rule in self._named.get(name, [])]
-            self._of[op] = (binder(op), found) if found else None
+            self._of[op] = self._ruled(op, found) if found else None
         return self._of[op]
 
 
@@ -106,6 +120,12 @@ def points_at(target: PointsAt, end: End | None = None) -> Predicate:
         found = [i for i in found if i.tag.points_at is target]
         return bool(found) and (end is None or all(i.tag.end is end for i in found))
 
+    return needs_index(when)
+
+
+def needs_index(when: Predicate) -> Predicate:
+    """Mark a predicate that holds only where some tensor points at something, so that it is not asked elsewhere."""
+    when.needs_index = True  # type: ignore[attr-defined]
     return when
 
 

@@ -213,7 +213,12 @@ class ShardTensor(Tensor):
             if func in _SPEAK_OF_NO_ROWS:
                 return func(*args)
             sources: list[ShardTensor] = []
-            _collect(args, sources)
+            for a in args:
+                kind = type(a)
+                if kind is ShardTensor:
+                    sources.append(a)
+                elif kind is tuple or kind is list:
+                    _collect(a, sources)
             if kwargs:
                 _collect(kwargs.values(), sources)
             else:

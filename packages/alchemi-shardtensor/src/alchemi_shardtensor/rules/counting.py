@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.table import Rule, handles
+from alchemi_shardtensor.table import Rule, handles, needs_index
 from alchemi_shardtensor.tensor import EDGE, NODES, SHARE, SYSTEM, SYSTEMS, PointsAt, Shard, ShardTensor, plain, tag_in_place
 from alchemi_spec import MissingHandler
 
 
 def _points(target: PointsAt) -> Any:
-    return lambda shard, named: getattr(named["input"], "points_at", None) is target
+    return needs_index(lambda shard, named: getattr(named["input"], "points_at", None) is target)
 
 
 @handles(Tensor.bincount, torch.bincount, when=_points(SYSTEMS))
@@ -50,7 +50,8 @@ def repeat_by_counts(shard: Shard, op: Any, input: Tensor, repeats: ShardTensor,
     """
     if dim not in (None, 0, -input.ndim) or (dim is None and input.ndim > 1):
         raise MissingHandler(f"repeat_interleave by counts along dim {dim} of {tuple(input.shape)}: repeat along dim 0.")
-    return shard.table.dispatch(Tensor.__getitem__, shard, [repeats], (input, repeats.__dict__["of"]), {})
+    index = repeats.__dict__["of"]
+    return shard.table.dispatch(Tensor.__getitem__, shard, [index], (input, index), {})
 
 
 _SEGMENTS = {"sum": ("sum", 0.0), "mean": ("mean", nan), "max": ("amax", -inf), "min": ("amin", inf), "prod": ("prod", 1.0)}

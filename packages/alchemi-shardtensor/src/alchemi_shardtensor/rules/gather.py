@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alchemi_shardtensor.carry import indexed
-from alchemi_shardtensor.table import Rule, handles, indices, points_at
+from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
 from alchemi_shardtensor.tensor import EDGE, LOST, NODES, PARTIAL, SYSTEM, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
@@ -16,6 +16,7 @@ _GATHERS = (Tensor.gather, torch.gather)
 _TAKES = (Tensor.take_along_dim, torch.take_along_dim)
 
 
+@needs_index
 def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
     return isinstance(getattr(named["input"], "end", None), tuple)
 
@@ -50,12 +51,18 @@ def select_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int, in
     return _row(input, index) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, None, NODES)
 
 
-@handles(Tensor.flip, torch.flip, when=lambda shard, named: _is_edge_index(shard, named) and named["dims"] in (0, (0,), [0]))
+@needs_index
+def _flips_ends(shard: Shard, named: dict[str, Any]) -> bool:
+    return _is_edge_index(shard, named) and named["dims"] in (0, (0,), [0])
+
+
+@handles(Tensor.flip, torch.flip, when=_flips_ends)
 def flip_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dims: Any) -> Tensor:
     """edge_index (2, E) -> its rows in the other order, for models that name receivers first."""
     return tag_in_place(input.flip(0), shard, None, NODES, _ends(input)[::-1])
 
 
+@needs_index
 def _are_ends(shard: Shard, named: dict[str, Any]) -> bool:
     return named.get("dim", 0) == 0 and all(isinstance(getattr(t, "end", None), End) for t in named["tensors"])
 
@@ -115,7 +122,7 @@ def take_nodes(shard: Shard, op: Any, input: Tensor, index: Any, dim: int | None
 
 
 def _looks_up(name: str) -> Any:
-    return lambda shard, named: getattr(named.get(name), "points_at", None) is not None
+    return needs_index(lambda shard, named: getattr(named.get(name), "points_at", None) is not None)
 
 
 @handles(F.embedding, when=_looks_up("input"))
@@ -165,6 +172,7 @@ def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, 
     return tag_in_place(result, shard, rows, target, end, row_dim or 0)
 
 
+@needs_index
 def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:
     return getattr(named["input"], "points_at", None) is not None and named.get("dim") is None
 

@@ -1,5 +1,7 @@
 """Reductions over rows of which each rank holds a share: the global result, or a refusal that names the fix."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,21 +29,29 @@ _REFUSED += (torch.linalg.norm, torch.linalg.vector_norm, F.softmax, F.log_softm
 _REFUSED += (Tensor.cumsum_, Tensor.cumprod_)
 
 
-def _over_share(shard: Shard, named: dict[str, Any]) -> bool:
-    """The reduction runs over the rows of a tensor of which each rank holds a share."""
-    x, dim = named.get("input"), named.get("dim")
-    if not isinstance(x, ShardTensor) or x.rows not in SHARE or x.points_at is not None or "other" in named:
-        return False
-    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-    return not dims or any(d is None or (isinstance(d, int) and d % max(x.ndim, 1) == x.row_dim) for d in dims)
-
-
 def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
-    """The same, and it is known which rows they are, and that each is on one rank or known as a ghost."""
-    if not _over_share(shard, named):
+    """The reduction runs over the rows of a tensor of which each rank holds a share."""
+    x = named.get("input")
+    if type(x) is not ShardTensor or x.tag.rows not in SHARE or x.tag.points_at is not None or "other" in named:
         return False
-    rows = named["input"].rows
-    return rows is not LOST and not (rows is EDGE and shard.storage.repeats_edges)
+    dim = named.get("dim")
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    return not dims or any(d is None or (isinstance(d, int) and d % max(x.ndim, 1) == x.tag.row_dim) for d in dims)
+
+
+def reduces(*ops: Any, when: Any = over_rows, rows: Any = SYSTEM) -> Callable[[Callable[..., Any]], Rule]:
+    """`handles`, where it is known which rows they are, and that each is on one rank or known as a ghost; else `refuse`."""
+
+    def decorate(handler: Callable[..., Any]) -> Rule:
+        @functools.wraps(handler)
+        def checked(shard: Shard, op: Any, input: ShardTensor, *rest: Any, **how: Any) -> Any:
+            if input.rows is LOST or (input.rows is EDGE and shard.storage.repeats_edges):
+                return refuse.handler(shard, op, input)
+            return handler(shard, op, input, *rest, **how)
+
+        return handles(*ops, when=when, rows=rows)(checked)
+
+    return decorate
 
 
 def _dims(x: Tensor, dim: Any) -> tuple[int, ...]:
@@ -49,13 +59,13 @@ def _dims(x: Tensor, dim: Any) -> tuple[int, ...]:
     return tuple(d % x.ndim for d in listed) or tuple(range(x.ndim))
 
 
-@handles(*_both("sum"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("sum"))
 def sum_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the sum over the atoms or edges of all ranks."""
     return sum_over_ranks(torch.sum(own(shard, input), _dims(input, dim), keepdim, **rest), shard.comm)
 
 
-@handles(*_both("mean"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("mean"))
 def mean_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False, **rest: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the mean over the atoms or edges of all ranks."""
     wide = torch.promote_types(rest.get("dtype") or input.dtype, torch.float32)
@@ -71,7 +81,7 @@ def _count(shard: Shard, input: ShardTensor, dim: Any) -> Tensor:
     return shard.comm.all_reduce(torch.tensor([n], device=input.device, dtype=torch.float64))[0]
 
 
-@handles(*_both("var", "std"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("var", "std"))
 def variance_over_rows(
     shard: Shard,
     op: Any,
@@ -96,7 +106,7 @@ def _is_norm_of_powers(shard: Shard, named: dict[str, Any]) -> bool:
     return powers and over_rows(shard, named)
 
 
-@handles(*_both("norm"), torch.linalg.vector_norm, when=_is_norm_of_powers, rows=SYSTEM)
+@reduces(*_both("norm"), torch.linalg.vector_norm, when=_is_norm_of_powers)
 def norm_over_rows(
     shard: Shard,
     op: Any,
@@ -115,7 +125,7 @@ def norm_over_rows(
     return torch.linalg.vector_norm(every, order, dim=0)  # type: ignore[no-any-return]
 
 
-@handles(*_both("amax", "amin"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("amax", "amin"))
 def extreme_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the largest or smallest over all ranks; the gradient in equal parts to all that attain it."""
     mine, dims = own(shard, input), _dims(input, dim)
@@ -136,13 +146,13 @@ def _best(shard: Shard, name: str, mine: Tensor, dims: tuple[int, ...]) -> Tenso
     return shard.comm.all_reduce(found, "max" if name == "amax" else "min")
 
 
-@handles(*_both("max", "min"), when=lambda shard, named: named.get("dim") is None and over_rows(shard, named), rows=SYSTEM)
+@reduces(*_both("max", "min"), when=lambda shard, named: named.get("dim") is None and over_rows(shard, named))
 def extreme_of_all(shard: Shard, op: Any, input: ShardTensor) -> Tensor:
     """(n_owned, *F) or (E, *F) -> the largest or smallest element of all ranks."""
     return extreme_over_rows.handler(shard, getattr(torch, f"a{op.__name__}"), input)  # type: ignore[no-any-return]
 
 
-@handles(*_both("logsumexp"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("logsumexp"))
 def logsumexp_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """(n_owned, *F) or (E, *F) -> log of the sum of exponentials over the atoms or edges of all ranks."""
     mine, dims = own(shard, input), _dims(input, dim)
@@ -151,7 +161,7 @@ def logsumexp_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = No
     return result if keepdim else result.squeeze(dims)
 
 
-@handles(*_both("softmax", "log_softmax"), F.softmax, F.log_softmax, when=over_rows)
+@reduces(*_both("softmax", "log_softmax"), F.softmax, F.log_softmax, rows=None)
 def softmax_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: int, dtype: Any = None, **_: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> each row's share of the sum of exponentials over all ranks' rows; or its logarithm."""
     x = input if dtype is None else tag_in_place(input.to(dtype), shard, input.rows, row_dim=input.row_dim)
@@ -159,20 +169,20 @@ def softmax_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: int, dtype
     return tag_in_place(result if "log" in op.__name__ else result.exp(), shard, input.rows, row_dim=input.row_dim)
 
 
-@handles(*_both("count_nonzero"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("count_nonzero"))
 def count_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None) -> Tensor:
     """(n_owned, *F) or (E, *F) -> how many are not zero on all ranks."""
     return shard.comm.all_reduce(torch.count_nonzero(own(shard, input), _dims(input, dim)))
 
 
-@handles(*_both("any", "all"), when=over_rows, rows=SYSTEM)
+@reduces(*_both("any", "all"))
 def truth_over_rows(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Tensor:
     """(n_owned, *F) or (E, *F) -> whether any, or all, of the rows of all ranks are true."""
     mine = op(own(shard, input), **how)
     return shard.comm.all_reduce(mine.to(torch.uint8), "max" if op.__name__ == "any" else "min").bool()
 
 
-@handles(*_REFUSED, *_both("sum", "mean", "any", "all"), when=_over_share)
+@handles(*_REFUSED, when=over_rows)
 def refuse(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, **rest: Any) -> Tensor:
     """No result on a slice would be the whole's."""
     kind = "edges" if input.rows is EDGE else "rows" if input.rows is LOST else "atoms"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alchemi_shardtensor.rules.extreme import extremes
 from alchemi_shardtensor.storage import Target, own
-from alchemi_shardtensor.table import Rule, handles, indices, points_at
+from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
 from alchemi_shardtensor.tensor import (
     EDGE,
     LOST,
@@ -125,6 +125,7 @@ def _as_scatter(op: Any, dim: int, index: Tensor, src: Tensor) -> Tensor:
     return index.view([-1 if d == dim % src.ndim else 1 for d in range(src.ndim)]).expand_as(src)
 
 
+@needs_index
 def _accumulates(shard: Shard, named: dict[str, Any]) -> bool:
     index = named.get("index")
     heads = [i for i in indices(index) if getattr(i, "points_at", None)]
@@ -163,6 +164,7 @@ _WRITES = (
 )
 
 
+@needs_index
 def _reaches_others(shard: Shard, named: dict[str, Any]) -> bool:
     local = not shard.storage.global_ids
     return any(getattr(i, "points_at", None) and not (local and i.end is RECEIVER) for i in indices(named.get("index")))
