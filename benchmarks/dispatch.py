@@ -18,6 +18,18 @@ from alchemi_shardtensor import BOTH, NODES, OWNED, SYSTEMS, Comm, Routing, Shar
 from alchemi_spec import DistributionSpec
 
 N, E, K = 8, 16, 4
+
+
+class Empty(torch.Tensor):
+    """The least that a subclass costs."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        """Do nothing but call."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
 OPERATIONS = {
     "x + x": lambda x, s, r, b: x + x,
     "x.view(-1, 4)": lambda x, s, r, b: x.view(-1, K),
@@ -52,13 +64,18 @@ def main():
     edge_index = tag(torch.randint(0, N, (2, E)), shard, None, NODES, BOTH)
     tagged = (tag(torch.rand(N, K), shard, OWNED), *edge_index, tag(torch.zeros(N, dtype=torch.long), shard, OWNED, SYSTEMS))
     bare = tuple(plain(t) for t in tagged)
+    empty = tuple(t.as_subclass(Empty) for t in bare)
     rows = []
     for name, operation in OPERATIONS.items():
-        times = [[microseconds(operation, a, options.calls) for a in (tagged, bare)] for _ in range(options.repeats)]
-        with_tag, without = (statistics.median(column) for column in zip(*times, strict=True))
-        rows.append({"operation": name, "tagged_us": round(with_tag, 2), "plain_us": round(without, 2)})
+        times = [[microseconds(operation, a, options.calls) for a in (tagged, empty, bare)] for _ in range(options.repeats)]
+        with_tag, with_none, without = (statistics.median(column) for column in zip(*times, strict=True))
+        rows.append({"operation": name, "tagged_us": round(with_tag, 2), "empty_subclass_us": round(with_none, 2)})
+        rows[-1]["plain_us"] = round(without, 2)
         rows[-1]["added_us"] = round(with_tag - without, 2)
-        print(f"{name:26} {with_tag:7.2f} {without:7.2f}  added {with_tag - without:6.2f} µs")
+        print(
+            f"{name:26} {with_tag:7.2f} {with_none:7.2f} {without:7.2f}  added {with_tag - without:6.2f} µs, "
+            f"of which an empty subclass {with_none - without:5.2f}"
+        )
     if options.out:
         report = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__, "rows": rows}
         options.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -3,14 +3,20 @@
 import pytest
 import torch
 from ase.build import bulk
+from graphs import LAYOUTS, UNEVEN, RandomGraph
 from small_mace import silica, small_mace
+from test_layouts import equalised, layers
 
-from alchemi_dist import Batch, DistributedModel, DomainConfig, LennardJones, RankPool, ShardedBatch
+from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, RankPool, ShardedBatch
 from alchemi_dist.evaluate import TOLERANCE
 from alchemi_models_mace import MACEWrapper
+from alchemi_shardtensor import all_gather_rows, max_over_ranks, reduce_scatter_rows, sum_over_ranks
+from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, count_traffic
 
 pytestmark = pytest.mark.gpu
 GPUS = torch.cuda.device_count()
+N_RANKS = sorted({n for n in (1, 2, 4, 8) if n <= GPUS} | {2 * GPUS})
+F64 = torch.float64
 
 
 def evaluate(comm, model, atoms):
@@ -28,9 +34,9 @@ def argon():
 
 
 CASES = {
-    "lj": (LennardJones(), argon()),
-    "mace": (MACEWrapper(small_mace(8).requires_grad_(False)), silica(3)),
-    "mace with an empty rank": (MACEWrapper(small_mace(8).requires_grad_(False)), silica()[:3]),
+    "lj": lambda: (LennardJones(), argon()),
+    "mace": lambda: (MACEWrapper(small_mace(8).requires_grad_(False)), silica(3)),
+    "mace with an empty rank": lambda: (MACEWrapper(small_mace(8).requires_grad_(False)), silica()[:3]),
 }
 
 
@@ -51,9 +57,9 @@ def pools():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("n_ranks", sorted({n for n in (1, 2, 4, 8) if n <= GPUS} | {2 * GPUS}))
+@pytest.mark.parametrize("n_ranks", N_RANKS)
 def test_ranks_on_gpus_equal_one_process_on_the_cpu(pools, n_ranks, name, dtype):
-    model, atoms = CASES[name]
+    model, atoms = CASES[name]()
     model = model.to(dtype)
     expected = pools(1, "cpu").run(evaluate, model, atoms)[0]
     everyone = pools(n_ranks).run(evaluate, model, atoms, timeout=240)
@@ -62,3 +68,86 @@ def test_ranks_on_gpus_equal_one_process_on_the_cpu(pools, n_ranks, name, dtype)
             gap = (results[key] - value).abs().max()
             gap = gap / value.abs() if key == "energy" else gap
             assert gap <= TOLERANCE[dtype][key], f"{key} {gap.item()}"
+
+
+def gaps(comm):
+    """The adjoint gap of every collective, uneven and empty rows."""
+    counts = [3, 0, 2, 5, 1, 0, 4, 2][: comm.size]
+    graph = RandomGraph(comm, owners=UNEVEN)
+    fields = torch.arange(graph.n * 2.0).reshape(-1, 2), torch.arange(graph.n), torch.arange(graph.n) > 3
+    fields = [f.to(comm.device) for f in fields]
+    with torch.device(comm.device):
+        found = {}
+        for collective in ("exchange", "all_gather"):
+            routing = graph.routing.by(collective)
+            for features in ((), (4,), (2, 3), (0,)):
+                x, g = (torch.randn(n, *features, dtype=F64) for n in (routing.n_owned, routing.n_ghost))
+                found[collective, features] = adjoint_gap(routing.exchange, x, comm)
+                found[collective, features, "reverse"] = adjoint_gap(routing.reverse, g, comm)
+        x, whole = torch.randn(counts[comm.rank], 3, dtype=F64), torch.randn(sum(counts), 3, dtype=F64)
+        found["gather"] = adjoint_gap(lambda t: all_gather_rows(t, counts, comm), x, comm)
+        found["scatter"] = adjoint_gap(lambda t: reduce_scatter_rows(t, counts, comm), whole, comm)
+        found["sum"] = adjoint_gap(lambda t: sum_over_ranks(t, comm), torch.randn(3, 2, dtype=F64), comm)
+        assert max_over_ranks(torch.tensor([float(comm.rank)]), comm).item() == comm.size - 1
+    ghosts = graph.routing.exchange_all(*(f[graph.mine] for f in fields))
+    assert all(torch.equal(a, b[graph.ghosts]) for a, b in zip(ghosts, fields, strict=True))
+    return max(found.values())
+
+
+@pytest.mark.parametrize("n_ranks", N_RANKS)
+def test_every_collective_and_its_adjoint_on_cuda_tensors(pools, n_ranks):
+    assert max(pools(n_ranks).run(gaps, timeout=120)) < ADJOINT
+
+
+def network(comm, layout):
+    """Energy, forces and stress of a network with a mid-network sum, first and second derivatives."""
+    graph = RandomGraph(comm, n_systems=2, owners=UNEVEN, layout=layout)
+    g = torch.Generator().manual_seed(3)
+    x, numbers = torch.rand(graph.n, 3, dtype=F64, generator=g), torch.randint(0, 10, (graph.n,), generator=g)
+    with torch.device(comm.device):
+        leaf, strain = graph.nodes(x).requires_grad_(), torch.zeros(2, 3, 3, dtype=F64, requires_grad=True)
+        scale = torch.tensor(1.1, dtype=F64)
+        energy = equalised(leaf, graph.nodes(numbers), graph.local_edge_index, graph.local_batch, strain, 2, scale)
+        forces, stress = torch.autograd.grad(energy.sum(), [leaf, strain], create_graph=True)
+        loss = torch.zeros(2, dtype=F64).index_add_(0, graph.local_batch, (forces**2).sum(1)).sum() + (stress**2).sum()
+        second = torch.autograd.grad(loss, [leaf, strain])
+    plain = [t.as_subclass(torch.Tensor).detach().cpu() for t in (energy, stress, second[1])]
+    return graph.mine, [graph.owned(t).detach() for t in (forces, second[0])], plain
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("n_ranks", N_RANKS)
+def test_every_layout_on_gpus_equals_one_process_on_the_cpu(pools, n_ranks, layout):
+    _, per_node, per_system = network(Comm(), "owned")
+    for mine, rows, whole in pools(n_ranks).run(network, layout, timeout=120):
+        for found, expected in zip(rows, per_node, strict=True):
+            torch.testing.assert_close(found, expected[mine], rtol=1e-11, atol=1e-11)
+        for found, expected in zip(whole, per_system, strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+def steady_step(comm, layout):
+    """Traffic of a second step, in which torch raises where the host waits for the device."""
+    graph = RandomGraph(comm, layout=layout)
+    x, h = torch.rand(graph.n, 3, dtype=F64), torch.rand(graph.n, 4, dtype=F64)
+    static = graph.nodes(h)
+    with torch.device(comm.device):
+        for step in range(2):
+            leaf = graph.nodes(x).requires_grad_()
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
+            try:
+                with count_traffic(comm) as traffic:
+                    energy = layers(static, leaf, graph.local_edge_index, graph.local_batch, 3)
+                    torch.autograd.grad(energy.sum(), leaf)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    return traffic
+
+
+@pytest.mark.parametrize("layout", ["owned", "padded", "sharded", "exchanged"])
+@pytest.mark.parametrize("n_ranks", [n for n in N_RANKS if n <= GPUS])
+def test_a_steady_step_never_waits_for_the_device(pools, n_ranks, layout):
+    for traffic in pools(n_ranks).run(steady_step, layout, timeout=120):
+        assert traffic.host_syncs == 0
+        assert traffic.reverses == (3 if n_ranks > 1 else 0)

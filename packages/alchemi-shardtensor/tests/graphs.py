@@ -63,27 +63,28 @@ class RandomGraph:
             local[torch.cat(sent)],
             tuple(map(len, sent)),
             tuple(int((owner[ghosts] == r).sum()) for r in range(comm.size)),
-            owners=Owners.of(self.mine, comm),
-        )
+            owners=Owners.of(self.mine.to(comm.device), comm),
+        ).to(comm.device)
         if layout == "local":
             self.routing, self.edges = Routing.alone(n, comm), torch.arange(n_edges)
         self.shard = Shard.of(spec or DistributionSpec(policy=LAYOUTS[layout]), self.routing, n_systems)
         ids = self.edge_index[:, self.edges]
-        self.local_edge_index = tag(ids if layout in ("sharded", "local") else local[ids], self.shard, None, NODES, BOTH)
+        seen = ids if layout in ("sharded", "local") else local[ids]
+        self.local_edge_index = tag(seen.to(comm.device), self.shard, None, NODES, BOTH)
         self.local_batch = self.nodes(self.batch, SYSTEMS)
 
     def nodes(self, x, points_at=None):
         """Per-node values (n, *F) as this layout's model sees them."""
         if self.layout in ("replicated", "local"):
-            return tag(x.clone(), self.shard, GLOBAL, points_at)
+            return tag(x.to(self.comm.device, copy=True), self.shard, GLOBAL, points_at)
         rows = torch.cat([self.mine, self.ghosts]) if self.layout == "padded" else self.mine
-        return tag(x[rows], self.shard, PADDED if self.layout == "padded" else OWNED, points_at)
+        return tag(x[rows].to(self.comm.device), self.shard, PADDED if self.layout == "padded" else OWNED, points_at)
 
     def edge(self, x):
         """This rank's share of per-edge values."""
-        return tag(x[self.edges], self.shard, SYSTEM if self.layout == "local" else EDGE)
+        return tag(x[self.edges].to(self.comm.device), self.shard, SYSTEM if self.layout == "local" else EDGE)
 
     def owned(self, result):
         """This rank's rows of a per-node result, whatever the layout."""
         assert result.rows in (OWNED, PADDED, STALE, GLOBAL)
-        return plain(result)[self.mine if result.rows is GLOBAL else slice(len(self.mine))]
+        return plain(result).cpu()[self.mine if result.rows is GLOBAL else slice(len(self.mine))]

@@ -56,6 +56,7 @@ class Plan(NamedTuple):
     name: str
     in_place: bool
     pointwise: bool
+    reduces: bool
     moves: Callable[..., int | None] | None
 
 
@@ -65,11 +66,16 @@ def plan_of(op: Any) -> Plan:
     full = "" if isinstance(op, torch.ScriptMethod) else getattr(op, "__name__", "")
     full = full if full != "__get__" else op.__self__.__name__
     name = base(full)
-    return Plan(name, name is not full, name in POINTWISE, _MOVES.get(name))
+    return Plan(name, name is not full, name in POINTWISE, name in _REDUCTIONS, _MOVES.get(name))
 
 
-def carried_alone(plan: Plan, result: Any, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The short way for an operation on one tensor whose rows are known; False where it takes the long one."""
+def carried_alone(
+    plan: Plan, result: Any, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any] | None
+) -> bool:
+    """The short way for an operation on one tensor whose rows are known; False where it takes the long one.
+
+    `named`: the arguments by their names, where somebody has asked for them already.
+    """
     mark = source.tag
     rows = mark.rows
     if type(result) is not Tensor or plan.in_place or mark.points_at is not None or not args:
@@ -80,8 +86,12 @@ def carried_alone(plan: Plan, result: Any, source: ShardTensor, args: tuple[Any,
         dim = mark.row_dim
     elif rows is OWNED or rows is EDGE:
         others = (*args[1:], *kwargs.values()) if kwargs else args[1:]
-        alone = plan.pointwise and not any(isinstance(a, _HOLDERS) and a is not source for a in others)
-        found = mark.row_dim if alone else _row_dim(plan, result, source, args, kwargs)
+        if plan.pointwise and not any(isinstance(a, _HOLDERS) and a is not source for a in others):
+            found: int | None = mark.row_dim
+        elif plan.reduces and named is not None and not any(isinstance(a, Tensor) for a in others):
+            found = _reduced(source, named)
+        else:
+            found = _row_dim(plan, result, source, args, kwargs)
         if found is None or not 0 <= found < result.ndim:
             return False
         dim = found
@@ -219,7 +229,7 @@ def _row_dim(plan: Plan, result: Tensor, source: ShardTensor, args: tuple[Any, .
     name = plan.name
     given = (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args
     tensors = list(_tensors(given))
-    if name in _REDUCTIONS and len(tensors) == 1:  # torch.max(x, y) is elementwise
+    if plan.reduces and len(tensors) == 1:  # torch.max(x, y) is elementwise
         return _reduced(source, bind(name, args, kwargs))
     if name and not plan.pointwise and name not in ("max", "min"):
         return None
@@ -241,6 +251,9 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
 def _reduced(s: ShardTensor, named: dict[str, Any]) -> int | None:
     """The rows after a reduction over other dims."""
     dim = named.get("dim")
+    if type(dim) is int:
+        gone = dim % s.ndim
+        return None if gone == s.row_dim else s.row_dim if named.get("keepdim") else s.row_dim - (gone < s.row_dim)
     dims = {d % s.ndim for d in (dim if isinstance(dim, (tuple, list)) else range(s.ndim) if dim is None else (dim,))}
     if s.row_dim in dims:
         return None
@@ -341,6 +354,8 @@ def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
     The tensors and lists of an index become one block of dims where the first of them stands, or in front of all if a
     slice is between them. A mask, or a slice of all, leaves x its rows; other parts of them are this rank's choice.
     """
+    if type(index) is tuple and s is x and s.row_dim == 0 and all(type(p) in _BASIC for p in index) and index[:1] == _ALL:
+        return 0
     parts = _without_ellipsis(x, index)
     if any(isinstance(p, bool) for p in parts):
         return None
@@ -364,6 +379,10 @@ def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
     if row is not None:
         return row + (block_ndim if block is not None and block <= row else 0)
     return None if inside is None or block is None else block + inside
+
+
+_BASIC = (slice, int)
+_ALL = (slice(None),)
 
 
 def _without_ellipsis(x: Tensor, index: Any) -> list[Any]:

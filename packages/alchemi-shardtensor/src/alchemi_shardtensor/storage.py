@@ -105,7 +105,8 @@ class Storage:
 
     def reach(self, shard: Shard, x: Tensor, index: ShardTensor) -> tuple[Tensor, Tensor]:
         """The rows that `index` counts, and the index into them. This is the moment at which rows travel."""
-        rows = x.tag.rows if type(x) is ShardTensor else None
+        mark = x.tag if type(x) is ShardTensor else None
+        rows = None if mark is None else mark.rows
         if self.replicated:
             return x, index
         if rows is GLOBAL:
@@ -113,7 +114,7 @@ class Storage:
         routing, local = self.localized(shard, index)
         if rows is PADDED:
             return x, local
-        if x.shape[:1] != (self.n_rows(shard),) or getattr(x, "row_dim", 0) != 0:
+        if not x.ndim or x.size(0) != self.n_rows(shard) or (mark is not None and mark.row_dim):
             raise MissingHandler(
                 f"an index that points at atoms was used on a tensor of shape {tuple(x.shape)}, "
                 f"whose dim 0 is not this rank's {self.n_rows(shard)} atoms.\n"

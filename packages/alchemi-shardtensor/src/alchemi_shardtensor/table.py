@@ -76,6 +76,7 @@ class HandlerTable:
         ruled = self._of.get(op)
         if ruled is None and isinstance(op, _OPERATORS):
             ruled = self._by_name(op)
+        named = None
         if ruled is not None and (not ruled[2] or any(s.tag.points_at is not None for s in sources)):
             bound, rules, _ = ruled
             named = bound(args, kwargs)
@@ -88,7 +89,7 @@ class HandlerTable:
         if several:
             carried = plan.pointwise and carried_row_by_row(result, sources)
         else:
-            carried = carried_alone(plan, result, sources[0], args, kwargs)
+            carried = carried_alone(plan, result, sources[0], args, kwargs, named)
         if not carried:
             result = carry(op, result, shard, sources, args, kwargs)
         return result if shard.fired is None else _traced(shard.fired, op, None, result)

@@ -18,7 +18,8 @@ _TAKES = (Tensor.take_along_dim, torch.take_along_dim)
 
 @needs_index
 def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
-    return isinstance(getattr(named["input"], "end", None), tuple)
+    x = named["input"]
+    return type(x) is ShardTensor and type(x.tag.end) is tuple
 
 
 @handles(Tensor.__getitem__, when=_is_edge_index)
@@ -88,7 +89,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-atom rows (N, *F), index (E,) -> (E, *F)."""
     if type(index) is ShardTensor:
         rows, local = shard.storage.reach(shard, input, index)
-        return _gathered(shard, rows[local], input, index, index.row_dim)
+        return _gathered(shard, rows[local], input, index, index.tag.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
     if not isinstance(first, ShardTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
@@ -162,13 +163,14 @@ def take_systems(shard: Shard, op: Any, input: Tensor, index: Any, dim: int | No
 
 def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, row_dim: int | None) -> Tensor:
     """Rows are the index's; what the source pointed at, its rows still point at."""
-    if getattr(source, "rows", None) is PARTIAL:
+    mark = source.tag if type(source) is ShardTensor else None
+    if mark is not None and mark.rows is PARTIAL:
         raise MissingHandler(
             "a per-system sum of which each rank has a part was read per atom: the parts have to be added up first.\n"
             "Leave per_system_reduce of the specification on, or read the sum after it is whole."
         )
-    rows = LOST if row_dim is None and index.rows else index.rows
-    target, end = (source.tag.points_at, source.tag.end) if type(source) is ShardTensor else (None, None)
+    rows = LOST if row_dim is None and index.tag.rows else index.tag.rows
+    target, end = (None, None) if mark is None else (mark.points_at, mark.end)
     return tag_in_place(result, shard, rows, target, end, row_dim or 0)
 
 
