@@ -3,6 +3,7 @@
 import opaque  # noqa: F401  registers operators
 import pytest
 import torch
+import torch.utils.checkpoint
 from graphs import LAYOUTS, UNEVEN, RandomGraph
 
 from alchemi_shardtensor import (
@@ -212,20 +213,172 @@ def test_a_write_into_padded_rows_makes_ghosts_stale(comm):
 
 
 @ranks(1, 2, 3)
+@pytest.mark.parametrize("layout", ["owned", "padded", "sharded", "replicated"])
+def test_a_selection_by_a_mask_of_values_is_the_whole_selection(comm, layout):
+    """Ghosts do not count; by system, as loops over systems do it, and by row numbers made of a mask."""
+    graph = RandomGraph(comm, layout=layout, owners=UNEVEN)
+    x = torch.rand(graph.n, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
+    h, batch, chosen = graph.nodes(x), graph.local_batch, x[:, 0] > 0.4
+    mask = h[:, 0] > 0.4
+    per_system = torch.zeros(2, 2, dtype=F64)
+    for b in range(2):
+        per_system[b] = h[batch == b].sum(0)
+        torch.testing.assert_close(plain(per_system[b]), x[graph.batch == b].sum(0), rtol=EXACT, atol=EXACT)
+    assert per_system.rows is SYSTEM
+    summed = torch.zeros(2, 2, dtype=F64).index_add_(0, batch[mask], h[mask])
+    expected = torch.zeros(2, 2, dtype=F64).index_add_(0, graph.batch[chosen], x[chosen])
+    torch.testing.assert_close(plain(summed), expected, rtol=EXACT, atol=EXACT)
+    if layout != "padded":  # where numbers of rows would name ghosts
+        for rows in (mask.nonzero().flatten(), torch.where(mask)[0]):
+            torch.testing.assert_close(plain(h[rows].sum(0)), x[chosen].sum(0), rtol=EXACT, atol=EXACT)
+        h[rows] = torch.zeros(2, dtype=F64)
+        torch.testing.assert_close(plain(h.sum(0)), x[~chosen].sum(0), rtol=EXACT, atol=EXACT)
+
+
+@ranks(2, 3)
 def test_some_rows_of_a_padded_layout_are_not_summed(comm):
-    """A selection holds ghosts, and which they are is not known: refused, where a sum over owned rows would be."""
+    """Which of them are ghosts is not known of a plain mask, or of row numbers."""
     graph = RandomGraph(comm, layout="padded")
     x = graph.nodes(torch.rand(graph.n, 2))
     batch = graph.local_batch
-    if comm.size > 1:
-        chosen = torch.zeros(len(x), dtype=torch.bool)
-        for refused in (
-            lambda: x[chosen].sum(),
-            lambda: torch.zeros(2, 2).index_add_(0, batch[chosen], x[chosen]),
-            lambda: torch.zeros(2, 2).index_put_((batch[chosen],), x[chosen], accumulate=True),
-        ):
-            with pytest.raises(RuntimeError, match="padded layout|over a slice"):
-                refused()
+    chosen = torch.arange(len(x)) > 3
+    for refused in (
+        lambda: x[chosen].sum(),
+        lambda: torch.zeros(2, 2).index_add_(0, batch[chosen], x[chosen]),
+        lambda: torch.zeros(2, 2).index_put_((batch[chosen],), x[chosen], accumulate=True),
+        lambda: torch.zeros(2, 2).index_add_(0, batch[(x[:, 0] > 0).nonzero().flatten()], x[(x[:, 0] > 0).nonzero().flatten()]),
+    ):
+        with pytest.raises(RuntimeError, match="padded layout|over a slice|whose they are"):
+            refused()
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["owned", "padded", "sharded", "exchanged", "replicated"])
+def test_python_that_runs_in_a_backward_pass_gathers_and_adds_too(comm, layout):
+    """Checkpointed parts are run again in it; so is the backward of a Function of one's own.
+
+    The latter not in the padded layout: gradients of ghosts are parts, which a hand-written sum would have to count.
+    """
+    graph = RandomGraph(comm, layout=layout)
+    x = torch.rand(graph.n, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+    def energy(x, edge_index, batch, run):
+        sender, receiver = edge_index
+
+        def neutral(q):
+            total = torch.zeros(2, dtype=F64).index_add_(0, batch, q)
+            return (q - total[batch] / 10) ** 3
+
+        def messages(h):
+            return torch.zeros_like(h).index_add_(0, receiver, torch.tanh(h[sender] * h[receiver]))
+
+        y = run(neutral, x.sum(1) * 1.0)
+        z = run(messages, x * 1.0)
+        bent = y**3 if layout == "padded" else Cubed.apply(y, batch)
+        return torch.zeros(2, dtype=F64).index_add_(0, batch, bent * z.sum(1))
+
+    def checkpointed(function, *args):
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    whole, leaf = x.clone().requires_grad_(), graph.nodes(x).requires_grad_()
+    expected = energy(whole, graph.edge_index, graph.batch, lambda f, *a: f(*a))
+    found = energy(leaf, graph.local_edge_index, graph.local_batch, checkpointed)
+    torch.testing.assert_close(plain(found), expected, rtol=EXACT, atol=EXACT)
+    (e,), (f,) = torch.autograd.grad(expected.sum(), whole), torch.autograd.grad(found.sum(), leaf)
+    torch.testing.assert_close(graph.owned(f), e[graph.mine], rtol=EXACT, atol=EXACT)
+
+
+class Cubed(torch.autograd.Function):
+    """y^3 + per-system sum of y, with a backward of its own that adds through the batch."""
+
+    @staticmethod
+    def forward(ctx, y, batch):
+        ctx.y, ctx.batch = y, batch
+        total = torch.zeros(2, dtype=F64).index_add_(0, batch, y)
+        return y**3 + total[batch]
+
+    @staticmethod
+    def backward(ctx, grad):
+        y = ctx.y
+        tagged = torch.zeros_like(y) + grad
+        total = torch.zeros(2, dtype=F64).index_add_(0, ctx.batch, tagged)
+        return grad * 3 * y.as_subclass(torch.Tensor) ** 2 + total[ctx.batch].as_subclass(torch.Tensor), None
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("layout", ["owned", "padded", "sharded"])
+def test_what_is_written_through_a_view_or_an_out_argument_is_known_of_the_whole(comm, layout):
+    graph = RandomGraph(comm, layout=layout)
+    x = torch.rand(graph.n, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+    def energy(h, edge_index, batch):
+        sender, receiver = edge_index
+        for _ in range(2):
+            out = torch.zeros_like(h)
+            out[:, :2].index_add_(0, receiver, torch.tanh(h[sender][:, :2]))
+            bare = torch.zeros(h.shape, dtype=F64)
+            bare[:, 2:].index_add_(0, receiver, torch.sin(h[sender][:, 2:]))
+            torch.add(h, out + bare, out=h)
+        total = torch.zeros((), dtype=F64)
+        torch.sum(h, dim=(0, 1), out=total)
+        return total + torch.zeros(2, dtype=F64).index_add_(0, batch, h.sum(1)).sum()
+
+    found = energy(graph.nodes(x), graph.local_edge_index, graph.local_batch)
+    expected = energy(x.clone(), graph.edge_index, graph.batch)
+    assert found.rows is SYSTEM
+    torch.testing.assert_close(plain(found), expected, rtol=EXACT, atol=EXACT)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_edge_index_may_be_turned_doubled_and_used_whole(comm, layout):
+    graph = RandomGraph(comm, layout=layout)
+    x = torch.rand(graph.n, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+    def total(x, edge_index):
+        both = torch.cat([edge_index, edge_index.flip(0)], dim=1)
+        turned, ends = edge_index.T, x[edge_index]
+        return (
+            (x[both[0]] * x[both[1]].cos()).sum()
+            + (x[turned[:, 0]] - 2 * x[turned[:, 1]]).sum()
+            + (ends[0] - ends[1]).square().sum()
+            + torch.einsum("ij,jk", x[both[0]], torch.eye(2, dtype=F64)).sum()
+        )
+
+    torch.testing.assert_close(plain(total(graph.nodes(x), graph.local_edge_index)), total(x, graph.edge_index))
+
+
+@ranks(2, 3)
+def test_ranks_that_take_another_way_are_told_before_some_wait_for_ever(comm):
+    """A rank without atoms of a kind skips what the others differentiate."""
+    graph = RandomGraph(comm)
+    leaf = graph.nodes(torch.rand(graph.n, dtype=F64)).requires_grad_()
+    h = torch.zeros_like(leaf) if comm.rank == 0 else leaf * 2
+    message = torch.zeros_like(h).index_add_(0, graph.local_edge_index[1], h[graph.local_edge_index[0]])
+    energy = torch.zeros(2, dtype=F64).index_add_(0, graph.local_batch, message + leaf)
+    with pytest.raises(RuntimeError, match="collectives to repeat in the backward pass"):
+        torch.autograd.grad(energy.sum(), leaf)
+
+
+@ranks(1, 2)
+def test_what_was_gathered_is_gathered_anew_when_it_has_changed(comm):
+    """Also behind autograd's back, and for a second graph."""
+    graph = RandomGraph(comm)
+    x = torch.rand(graph.n, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
+    q, (sender, receiver) = graph.nodes(x), graph.local_edge_index
+    whole = x[graph.edge_index[0, graph.edges]]
+    q[sender]
+    q.data.add_(1.0)
+    torch.testing.assert_close(plain(q[sender]), whole + 1)
+    q.data = 3 * q.data
+    torch.testing.assert_close(plain(q[sender]), 3 * (whole + 1))
+    leaf = graph.nodes(x).requires_grad_()
+    h = leaf + 1.0
+    for _ in range(2):
+        energy = torch.zeros(2, 2, dtype=F64).index_add_(
+            0, graph.local_batch, torch.zeros_like(h).index_add_(0, receiver, h[sender])
+        )
+        torch.autograd.grad(energy.sum(), leaf)
 
 
 @ranks(1, 2, 3)

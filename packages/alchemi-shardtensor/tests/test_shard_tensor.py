@@ -297,7 +297,7 @@ def test_any_selection_of_rows_sums_to_the_whole_selection(comm):
         torch.testing.assert_close(plain(shared[chosen[graph.mine]].sum()), x[chosen].sum())
         assert bool(graph.nodes(chosen).any()) == bool(chosen.any())
         assert bool(graph.nodes(chosen).all()) == bool(chosen.all())
-    for part in (shared.flatten(), shared.view(-1), shared[None], shared.T, torch.cat(shared.split(2))):
+    for part in (shared.flatten(), shared.view(-1), shared[None], shared.T, torch.cat(shared.split(2, dim=1), dim=1)):
         torch.testing.assert_close(plain(part.sum()), x.sum())
 
 
@@ -337,6 +337,18 @@ def filled(z, x):
         lambda x: x[0].sum(),
         lambda x: x.T.max(1),
         lambda x: x.argmax(),
+        lambda x: x.split(2)[0].sum(),
+        lambda x: x.chunk(2)[1].sum(),
+        lambda x: x.view(-1, 12).sum(),
+        lambda x: x[:, None] - x[None],
+        lambda x: torch.zeros(2, dtype=F64).index_add_(0, ONE.local_batch, (x.roll(1, 0) * x).sum(1)),
+        lambda x: torch.zeros(2, dtype=F64).index_add_(0, ONE.local_batch[1:], (x[1:] - x[:-1]).sum(1)),
+        lambda x: x.flip(0)[ONE.local_edge_index[0]],
+        lambda x: x.__setitem__(0, 0.0),
+        lambda x: x.__setitem__(slice(2), 0.0),
+        lambda x: tag(torch.zeros(2, 6), ONE.shard, SYSTEM).__setitem__(0, x[0]),
+        lambda x: x[ONE.local_edge_index[:, 1:]].sum(),
+        lambda x: torch.ops.aten.index_select(x, 0, ONE.local_edge_index[0]),
         lambda x: x.median(),
         lambda x: x.prod(0),
         lambda x: torch.linalg.norm(x, 2),
@@ -351,7 +363,7 @@ def filled(z, x):
     ],
 )
 def test_what_would_be_wrong_on_a_share_is_refused_with_the_fix(refused):
-    with pytest.raises(MissingHandler, match="register|index|Sums, means|Add with|dim=0"):
+    with pytest.raises(MissingHandler, match="register|index|Sums, means|Add with|dim=0|by a mask|OpAdapter"):
         refused(tag(X.clone(), ONE.shard, OWNED))
 
 

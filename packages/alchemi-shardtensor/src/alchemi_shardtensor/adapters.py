@@ -78,6 +78,12 @@ def _called(
     shard: Shard, op: Callable[..., Any], adapter: OpAdapter, transforms: Mapping[Any, Any], named: dict[str, Any]
 ) -> Any:
     """The operator on transformed arguments, its results transformed and tagged."""
+    moved = (*transforms.values(), *adapter.output_transforms.values())
+    if shard.storage.global_ids and any(isinstance(t, (GatherInputs, ScatterOutputs)) for t in moved):
+        raise MissingHandler(
+            f"{adapter.op} is adapted for [owned | ghost] rows, but in the sharded layout its indices hold global ids.\n"
+            f"Use GatherInputsFull and SliceOutputsOwned, or a halo policy."
+        )
     full = any(isinstance(t, GatherInputsFull) for t in transforms.values())
     shares = any(getattr(value, "rows", None) in SHARE for value in named.values())
     given = {name: _into(shard, transforms.get(name), value) for name, value in named.items()}

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
 from alchemi_shardtensor.arguments import base, bind
 from alchemi_shardtensor.collectives import sum_over_ranks
@@ -57,6 +58,7 @@ class Plan(NamedTuple):
     in_place: bool
     pointwise: bool
     reduces: bool
+    writes: bool
     moves: Callable[..., int | None] | None
 
 
@@ -66,7 +68,8 @@ def plan_of(op: Any) -> Plan:
     full = "" if isinstance(op, torch.ScriptMethod) else getattr(op, "__name__", "")
     full = full if full != "__get__" else op.__self__.__name__
     name = base(full)
-    return Plan(name, name is not full, name in POINTWISE, name in _REDUCTIONS, _MOVES.get(name))
+    writes = name is not full or name == "__setitem__"
+    return Plan(name, name is not full, name in POINTWISE, name in _REDUCTIONS, writes, _MOVES.get(name))
 
 
 def carried_alone(
@@ -142,11 +145,13 @@ def carry(
     name = plan.name
     if name.startswith("new_"):
         return result
-    if not name and any(s.tag.points_at for s in sources):
+    if (not name or isinstance(op, (OpOverload, OpOverloadPacket))) and any(s.tag.points_at for s in sources):
         raise MissingHandler(
-            "a scripted module was handed an index that points at other rows: what it gathers or adds inside cannot be seen.\n"
-            "Use the module before it was scripted, or replace the call by a MethodAdapter."
+            f"{op} was handed an index that points at other rows: what it gathers or adds inside cannot be seen.\n"
+            f"Use a module before it was scripted, or a MethodAdapter; say with an OpAdapter what an operator needs."
         )
+    if name == "expand_as" and args[0].rows not in SHARE and isinstance(args[1], ShardTensor):
+        return tag_in_place(result, shard, args[1].rows, row_dim=args[1].row_dim)
     if not plan.in_place:  # an argument that comes back is the caller's own
         for a in args:
             if a is result:
@@ -169,9 +174,13 @@ def carry(
     kind = STALE if kinds == _FRESH_AND_STALE else shares[0].tag.rows
     if (len(kinds) > 1 and kind is not STALE) or kind is LOST:  # what is lost stays lost, whatever it meets
         return tag_in_place(result, shard, LOST, target, end)
-    dim = _row_dim(plan, result, shares[0], args, kwargs)
-    if any(_row_dim(plan, result, s, args, kwargs) != dim for s in shares[1:]) or (plan.moves and plan.in_place):
-        dim = None  # two places for the rows; or the argument has changed its shape in place
+    places = {_row_dim(plan, result, s, args, kwargs) for s in shares}
+    if len(places - {None}) > 1:
+        raise MissingHandler(
+            f"{name} pairs all rows of this rank with all: {', '.join(str(tuple(s.shape)) for s in shares)}, rows along two dims.\n"
+            f"Pair atoms by edges, or register a handler for this form."
+        )
+    dim = places.pop() if len(places) == 1 and not (plan.in_place and name in _RESHAPES) else None
     dim = dim if dim is not None and 0 <= dim < result.ndim else None
     if dim is None and name in CONTRACTIONS:
         if contracts_rows(name, args, kwargs):
@@ -180,12 +189,50 @@ def carry(
             f"{name} contracts over this rank's rows only: {', '.join(str(tuple(s.shape)) for s in shares)}.\n"
             f"Multiply row-wise and reduce through the batch index, or register a handler for this form."
         )
-    if dim is not None and kind in _FRESH_AND_STALE and result.shape[dim] != shard.n_owned + shard.n_ghost:
+    if (
+        dim is not None
+        and kind in _FRESH_AND_STALE
+        and (result.shape[dim] != shard.n_owned + shard.n_ghost or _numbers_rows(name, args))
+    ):
         dim = None  # some of the rows: which of them are ghosts is not known
+    if (
+        found
+        and name in ("cat", "concat", "stack")
+        and not shard.storage.indexes_owned
+        and len(found) < len(list(_tensors(args)))
+    ):
+        raise MissingHandler(
+            f"{name} of an index that points at atoms and one that does not, or is not known to: in this layout atoms are not "
+            f"counted from 0 to the number of rows.\nTag both, or use layout='owned'."
+        )
     return tag_in_place(result, shard, LOST if dim is None else kind, target, end, dim or 0)
 
 
 _FRESH_AND_STALE = {PADDED, STALE}
+_RESHAPES = frozenset("unsqueeze squeeze transpose t swapaxes swapdims movedim moveaxis".split())
+"""Operations of which the in-place form changes the argument's shape."""
+
+
+def _numbers_rows(name: str, args: tuple[Any, ...]) -> bool:
+    """The values of the result are numbers of this rank's rows."""
+    return name in ("nonzero", "argwhere") or (name == "where" and len(args) == 1)
+
+
+def tag_base(view: Any) -> None:
+    """After a write through a view: what it is a view of has changed with it."""
+    base = view._base if isinstance(view, Tensor) else None
+    if base is None or not isinstance(view, ShardTensor) or view.tag.rows in REPLICATED:
+        return
+    shard, rows = view.tag.shard, view.tag.rows
+    alike = (
+        view.ndim and base.ndim and view.tag.row_dim == 0 and view.size(0) == base.size(0) and view.stride(0) == base.stride(0)
+    )
+    if not isinstance(base, ShardTensor) or base.tag.rows in (SYSTEM, GLOBAL, None):
+        tag_in_place(base, shard, rows if alike else LOST)
+    elif base.tag.rows is PADDED or rows is LOST:
+        tag_in_place(base, shard, STALE if rows is not LOST else LOST, row_dim=base.tag.row_dim)
+
+
 _LINEAR = frozenset(
     "sum neg view reshape flatten squeeze unsqueeze select __getitem__ T mT transpose permute clone detach contiguous "
     "double float add sub mul div __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ grad data".split()
@@ -221,6 +268,8 @@ def _end(name: str, found: list[ShardTensor]) -> Ends:
 
 def _row_dim(plan: Plan, result: Tensor, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Which dim of the result enumerates the source's rows, or None if none does."""
+    if _numbers_rows(plan.name, args):
+        return 0
     if plan.moves is not None:
         try:
             return plan.moves(source, *args, **kwargs)
@@ -307,6 +356,43 @@ def _along(name: str) -> Callable[..., int | None]:
     return place
 
 
+def _beyond(trailing: int) -> Callable[..., int | None]:
+    """Operations on the last dims, for each of what stands before them."""
+    return lambda s, *_, **__: s.row_dim if s.row_dim < s.ndim - trailing else None
+
+
+def _first(s: ShardTensor, input: Tensor, *_: Any, **__: Any) -> int | None:
+    return 0 if s is input and s.row_dim == 0 else None
+
+
+def _not_along(s: ShardTensor, input: Tensor, dim: int, *_: Any, **__: Any) -> int | None:
+    return s.row_dim if dim % input.ndim != s.row_dim else None
+
+
+def _not_among(s: ShardTensor, input: Tensor, *given: Any, dims: Any = None, **_: Any) -> int | None:
+    listed = dims if dims is not None else given[-1] if given and isinstance(given[-1], (tuple, list)) else given[-1:]
+    listed = [listed] if isinstance(listed, int) else listed
+    return None if not listed or any(d % s.ndim == s.row_dim for d in listed) else s.row_dim
+
+
+def _unflattened(s: ShardTensor, x: Tensor, dim: int, sizes: Any) -> int | None:
+    d = dim % s.ndim
+    return None if d == s.row_dim else s.row_dim + (len(sizes) - 1) * (d < s.row_dim)
+
+
+def _split(s: ShardTensor, x: Tensor, *args: Any, dim: int = 0, **_: Any) -> int | None:
+    d = args[1] if len(args) > 1 else dim
+    return None if d % s.ndim == s.row_dim else s.row_dim
+
+
+def _padded_last(s: ShardTensor, input: Tensor, pad: Any, *_: Any, **__: Any) -> int | None:
+    return s.row_dim if s.row_dim < s.ndim - len(pad) // 2 else None
+
+
+def _crossed(s: ShardTensor, a: Tensor, b: Tensor, dim: int | None = -1, **_: Any) -> int | None:
+    return s.row_dim if a.ndim == b.ndim and dim is not None and dim % s.ndim != s.row_dim else None
+
+
 def _layer_normed(s: ShardTensor, input: Tensor, normalized_shape: Any, *_: Any, **__: Any) -> int | None:
     return s.row_dim if s is input and s.row_dim < s.ndim - len(normalized_shape) else None
 
@@ -330,7 +416,10 @@ def _viewed(s: ShardTensor, x: Tensor, *sizes: Any, **named: Any) -> int | None:
     if -1 in shape[:r]:
         known = prod(n for n in shape if n != -1)
         shape[shape.index(-1)] = s.numel() // known if known else s.shape[shape.index(-1)]
-    return r if len(shape) > r and shape[:r] == list(s.shape[:r]) and shape[r] in (-1, s.shape[r]) else None
+    if len(shape) <= r or shape[:r] != list(s.shape[:r]):
+        return None
+    of_one, wanted = prod(s.shape[r + 1 :]), prod(shape[r + 1 :])
+    return r if shape[r] == s.shape[r] or (shape[r] == -1 and wanted > 0 and of_one % wanted == 0) else None
 
 
 def _concatenated(s: ShardTensor, tensors: Any, dim: int = 0) -> int | None:
@@ -379,6 +468,17 @@ def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
     if row is not None:
         return row + (block_ndim if block is not None and block <= row else 0)
     return None if inside is None or block is None else block + inside
+
+
+def row_part(x: ShardTensor, index: Any) -> Any:
+    """The part of an index that selects among x's rows."""
+    place = 0
+    for p in _without_ellipsis(x, index):
+        wide = p.ndim if _is_mask(p) else p is not None and not isinstance(p, bool)
+        if wide and place <= x.row_dim < place + wide:
+            return p
+        place += wide
+    return slice(None)
 
 
 _BASIC = (slice, int)
@@ -440,8 +540,29 @@ _MOVES: dict[str, Callable[..., int | None]] = {
     "reshape": _viewed,
     "cat": _concatenated,
     "concat": _concatenated,
-    "split": lambda s, *_, **__: s.row_dim,
-    "chunk": lambda s, *_, **__: s.row_dim,
+    "split": _split,
+    "chunk": _split,
+    "tensor_split": _split,
+    "hstack": lambda s, tensors: _concatenated(s, tensors, min(s.ndim - 1, 1)),
+    "narrow": _not_along,
+    "gather": _not_along,
+    **dict.fromkeys(("scatter", "scatter_add", "scatter_reduce", "index_add", "index_fill", "index_copy"), _not_along),
+    "unflatten": _unflattened,
+    "flip": _not_among,
+    "roll": _not_among,
+    "diff": lambda s, x, n=1, dim=-1, **_: s.row_dim if dim % s.ndim != s.row_dim else None,
+    "pad": _padded_last,
+    "cross": _crossed,
+    "linalg_cross": _crossed,
+    "addmm": lambda s, bias, a, b, **_: 0 if s is a and s is not b and s is not bias and s.row_dim == 0 else None,
+    **dict.fromkeys(("group_norm", "batch_norm", "instance_norm", "conv1d", "conv2d", "bucketize", "view_as_real"), _first),
+    "view_as_complex": _beyond(1),
+    "scaled_dot_product_attention": _beyond(2),
+    **dict.fromkeys("det inverse logdet slogdet triu tril pinverse matrix_exp".split(), _beyond(2)),
+    **{
+        f"linalg_{n}": _beyond(2)
+        for n in "det inv pinv eigh eigvalsh svd svdvals qr cholesky matrix_exp slogdet solve matrix_norm".split()
+    },
     "repeat_interleave": _repeated,
     "squeeze": _squeezed,
     "unbind": lambda s, x, dim=0: _selected(s, x, dim, 0),

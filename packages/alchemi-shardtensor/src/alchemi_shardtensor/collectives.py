@@ -27,6 +27,7 @@ class Travel(torch.autograd.Function):
         comm.traffic.exchanges += not homeward
         comm.traffic.reverses += homeward
         comm.traffic.bytes += sum(field.nbytes for field in fields)
+        comm.traffic.tracked += any(ctx.needs_input_grad)
         ctx.mark_non_differentiable(*(g for g in got if not _is_real(g)))
         return tuple(got)
 
@@ -73,6 +74,7 @@ class AllGather(torch.autograd.Function):
         ctx.comm = comm
         comm.traffic.exchanges += 1
         comm.traffic.bytes += mine.nbytes
+        comm.traffic.tracked += ctx.needs_input_grad[0]
         return comm.all_gather(mine.detach())
 
     @staticmethod
@@ -90,6 +92,7 @@ class ReduceScatter(torch.autograd.Function):
         ctx.comm = comm
         comm.traffic.reverses += 1
         comm.traffic.bytes += parts.nbytes
+        comm.traffic.tracked += ctx.needs_input_grad[0]
         ones = [1] * comm.size
         return comm.all_to_all(parts.detach(), ones, ones).sum(0)
 
@@ -106,6 +109,7 @@ class SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, partial: Tensor, comm: Comm) -> Tensor:
         """Add up over ranks."""
         ctx.comm = comm
+        comm.traffic.tracked += ctx.needs_input_grad[0]
         return comm.all_reduce(partial)
 
     @staticmethod
@@ -126,6 +130,7 @@ class ExtremeOverRanks(torch.autograd.Function):
         extreme = comm.all_reduce(mine, op)
         ctx.comm, ctx.share = comm, None
         if ctx.needs_input_grad[0]:
+            comm.traffic.tracked += 1
             holds = (mine == extreme).to(mine.dtype)
             ctx.share = holds / comm.all_reduce(holds).clamp(min=1)
         return extreme

@@ -25,8 +25,11 @@ def einsummed(s: ShardTensor, equation: str, *operands: Any) -> int | None:
 
 
 def _terms(equation: str, operands: Sequence[Any]) -> tuple[list[tuple[list[str], Tensor]], list[str]]:
-    """Each operand with its dims' letters, and the output's letters; none where the output is not written."""
-    inputs, _, output = equation.replace(" ", "").partition("->")
+    """Each operand with its dims' letters, and the output's letters; unwritten, those that occur once, in order."""
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    if not arrow:
+        bare = inputs.replace(",", "").replace("...", "")
+        output = "..." * ("..." in inputs) + "".join(sorted(c for c in set(bare) if bare.count(c) == 1))
     listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (tuple, list)) else operands
     pairs = list(zip(inputs.split(","), listed, strict=True))
     dots = max(x.ndim - len(term.replace("...", "")) for term, x in pairs)

@@ -15,7 +15,7 @@ _FUNCTIONS = (
     "relu relu6 leaky_relu elu selu celu gelu silu mish softplus softsign hardtanh hardswish hardsigmoid logsigmoid tanhshrink "
     "softshrink hardshrink threshold dropout alpha_dropout prelu rrelu "
     "clone detach contiguous type float double half bfloat16 long int short bool cpu cuda requires_grad copy data grad "
-    "zeros_like ones_like full_like empty_like rand_like randn_like zero fill"
+    "complex polar zeros_like ones_like full_like empty_like rand_like randn_like zero fill"
 ).split()
 _SPECIAL = "erf erfc erfcx expm1 exp2 log1p sinc bessel_j0 bessel_j1 i0 i1 i0e i1e xlogy gammaln".split()
 POINTWISE = frozenset(

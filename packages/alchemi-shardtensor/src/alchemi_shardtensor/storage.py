@@ -11,6 +11,7 @@ from alchemi_shardtensor.collectives import Travel, all_gather_rows, sum_over_ra
 from alchemi_shardtensor.routing import Routing
 from alchemi_shardtensor.tensor import (
     GLOBAL,
+    LOST,
     OWNED,
     PADDED,
     PARTIAL,
@@ -26,8 +27,6 @@ from alchemi_shardtensor.tensor import (
 from alchemi_spec import MissingHandler
 
 Extreme = Literal["amax", "amin"]
-KEPT = 64
-"""How many global indices a shard keeps the routing of."""
 
 
 class Target(NamedTuple):
@@ -80,6 +79,11 @@ class Storage:
         return routing if self.collective is None else routing.by(self.collective)
 
     @property
+    def indexes_owned(self) -> bool:
+        """Local ids below the number of rows are the rows themselves, so that arange(len(x)) names them."""
+        return not self.padded and not self.global_ids
+
+    @property
     def repeats_edges(self) -> bool:
         """Edges of ghosts are there, too, so that an edge is on several ranks."""
         return self.padded and not self.folds
@@ -95,13 +99,10 @@ class Storage:
         if shard.routing.owners is None:
             raise MissingHandler("global ids need to know who owns them: make the routing with owners=Owners.of(ids, comm).")
         version = 0 if index.is_inference() else index._version
-        key = index.untyped_storage()._cdata, index.storage_offset(), index.shape, index.stride(), version
-        if key not in shard.localized:
-            shard.localized[key] = (index, *shard.routing.owners.route(index.as_subclass(Tensor)))
-            if len(shard.localized) > KEPT:
-                del shard.localized[next(iter(shard.localized))]
-        _, routing, local = shard.localized[key]
-        return routing, local
+        kept = index.__dict__.get("localized")  # with the object, of which all ranks have as many: ranks must not part
+        if kept is None or kept[0] != version:
+            kept = index.__dict__["localized"] = (version, *shard.routing.owners.route(index.as_subclass(Tensor)))
+        return kept[1:]
 
     def reach(self, shard: Shard, x: Tensor, index: ShardTensor) -> tuple[Tensor, Tensor]:
         """The rows that `index` counts, and the index into them. This is the moment at which rows travel."""
@@ -109,7 +110,12 @@ class Storage:
         rows = None if mark is None else mark.rows
         if self.replicated:
             return x, index
-        if rows is GLOBAL:
+        if rows is LOST:
+            raise MissingHandler(
+                f"a tensor of shape {tuple(x.shape)} was read by atoms, but which atoms its rows are is not known: it was made in a "
+                f"way that may mix or move rows.\nMake per-atom values row by row, or register a handler for what made it."
+            )
+        if self.holds_all(shard, x):
             return (x, index) if self.global_ids else (x.index_select(0, shard.ids), index)
         routing, local = self.localized(shard, index)
         if rows is PADDED:
@@ -122,7 +128,15 @@ class Storage:
             )
         if not self.reads or routing.is_still or (index.tag.end is RECEIVER and not self.global_ids):
             return x, local
-        return _padded(routing, x.narrow(0, 0, shard.n_owned) if self.padded else x, x), local
+        return _padded(shard, routing, x.narrow(0, 0, shard.n_owned) if self.padded else x, x), local
+
+    def holds_all(self, shard: Shard, x: Tensor) -> bool:
+        """Whether x has the rows of all atoms: by its tag, or plain and with as many rows, where the layout has such tensors."""
+        if isinstance(x, ShardTensor):
+            return x.tag.rows is GLOBAL
+        if self.collective is None or "global" not in shard.seen or not x.ndim or shard.routing.owners is None:
+            return False
+        return len(x) == len(shard.routing.owners.rank)
 
     def systems(self, shard: Shard, index: ShardTensor) -> Target:
         """The target of a sum through an index that points at systems."""
@@ -145,7 +159,7 @@ class Storage:
         if self.replicated:
             return GLOBAL
         routing, local = self.localized(shard, index)
-        if isinstance(out, ShardTensor) and out.tag.rows is GLOBAL:
+        if self.holds_all(shard, out):
             return _global_target(shard, routing, local)
         if not out.ndim or len(out) != self.n_rows(shard):
             raise MissingHandler(
@@ -171,14 +185,18 @@ class Storage:
         )
 
 
-def _padded(routing: Routing, owned: Tensor, x: Tensor) -> Tensor:
+def _padded(shard: Shard, routing: Routing, owned: Tensor, x: Tensor) -> Tensor:
     """[owned | ghost] rows, kept with x while it is unchanged: a gather of what was gathered before sends nothing.
 
-    A leaf that is differentiated is not kept: each graph that starts at it needs an exchange of its own.
+    A leaf that is differentiated is not kept: each graph that starts at it needs an exchange of its own. Nor is anything
+    while a graph is recorded for recomputation, or of which `.data` was taken, whose changes are not counted.
     """
-    if not isinstance(x, ShardTensor) or x.is_inference() or (x.requires_grad and x.is_leaf):
+    if not isinstance(x, ShardTensor) or x.is_inference() or (x.requires_grad and x.is_leaf) or "data" in x.__dict__:
         return routing.padded(owned)
-    key = routing, x._version, torch.is_grad_enabled()
+    if x.requires_grad and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        return routing.padded(owned)
+    graph = (torch.is_grad_enabled(), shard.seen.get("backwards")) if x.requires_grad else None
+    key = routing, x._version, x.data_ptr(), graph
     kept = x.__dict__.get("padded")
     if kept is None or kept[0] != key:
         kept = x.__dict__["padded"] = (key, routing.padded(owned))

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from alchemi_shardtensor.arguments import Binder, binder
-from alchemi_shardtensor.carry import carried_alone, carried_row_by_row, carry, plan_of
+from alchemi_shardtensor.carry import carried_alone, carried_row_by_row, carry, plan_of, tag_base
 from alchemi_shardtensor.storage import Storage
-from alchemi_shardtensor.tensor import End, Fired, PointsAt, Rows, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import LOST, End, Fired, PointsAt, Rows, Shard, ShardTensor, tag_in_place
 from alchemi_spec import MissingHandler
 
 Op = Callable[..., Any]
@@ -67,6 +67,8 @@ class HandlerTable:
 
     def dispatch(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
+        if kwargs and kwargs.get("out") is not None:
+            return self._into(op, shard, sources, args, dict(kwargs))
         several = len(sources) > 1
         if several and any(s.tag.shard is not shard for s in sources):
             raise MissingHandler(
@@ -84,15 +86,34 @@ class HandlerTable:
                 if rule.when(shard, named):
                     result = rule.handler(shard, op, **named)
                     result = result if rule.rows is None else tag_in_place(result, shard, rule.rows)
+                    if plan_of(op).writes:
+                        tag_base(args[0])
                     return result if shard.fired is None else _traced(shard.fired, op, rule.handler, result)
         result, plan = op(*args, **kwargs), plan_of(op)
+        if plan.name == "data":  # an alias whose changes are not counted
+            sources[0].__dict__["data"] = True
         if several:
             carried = plan.pointwise and carried_row_by_row(result, sources)
         else:
             carried = carried_alone(plan, result, sources[0], args, kwargs, named)
         if not carried:
             result = carry(op, result, shard, sources, args, kwargs)
+            if plan.writes:
+                tag_base(args[0])
         return result if shard.fired is None else _traced(shard.fired, op, None, result)
+
+    def _into(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """`out=`: the result, copied there with its tag."""
+        out = kwargs.pop("out")
+        rest = [s for s in sources if s is not out or any(a is out for a in args)]
+        if not isinstance(out, Tensor):
+            raise MissingHandler(f"{op.__name__} with several `out` tensors: take what it returns instead.")
+        result = self.dispatch(op, shard, rest, args, kwargs) if rest else op(*args, **kwargs)
+        out.copy_(result)
+        found = result.tag if isinstance(result, ShardTensor) else shard.tag(LOST if isinstance(out, ShardTensor) else None)
+        tag_in_place(out, shard, found.rows, found.points_at, found.end, found.row_dim)
+        tag_base(out)
+        return out
 
     def _by_name(self, op: OpOverload[..., Any] | OpOverloadPacket[..., Any]) -> Ruled | None:
         """The rules of an operator that was registered after the table was made; one overload's before those of all."""

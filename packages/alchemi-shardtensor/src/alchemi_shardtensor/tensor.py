@@ -106,8 +106,6 @@ class Shard:
     """What has been agreed over ranks for this shard, once."""
     tags: dict[Any, Tag] = field(default_factory=dict, repr=False)
     """One object for each tag, so that equal tags are identical."""
-    localized: dict[Any, Any] = field(default_factory=dict, repr=False)
-    """Global indices that were used, with their routing and local ids, in the order of their first use."""
     fired: list[Fired] | None = field(default=None, repr=False)
     """What has fired, while `trace` is open."""
 
@@ -286,8 +284,22 @@ _SPEAK_OF_NO_ROWS = frozenset(
 
 
 def tag(t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt | None = None, end: Ends = None) -> ShardTensor:
-    """`t` as a ShardTensor that shares its storage; `t` itself stays plain."""
-    return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end)
+    """`t` as a ShardTensor that shares its storage; `t` itself stays plain.
+
+    Where `end` has one for each row, t is an edge_index (2, E), and its rows are the edges, along dim 1.
+    """
+    if rows is GLOBAL:
+        shard.seen["global"] = True
+    if isinstance(end, tuple) and rows is None:
+        rows, row_dim = edges_of(shard), 1
+    else:
+        row_dim = 0
+    return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end, row_dim)
+
+
+def edges_of(shard: Shard) -> Rows:
+    """What the rows of per-edge tensors are: this rank's edges, or in a replicated layout everybody's."""
+    return SYSTEM if shard.storage.replicated else EDGE
 
 
 def tag_in_place(

@@ -11,7 +11,8 @@ RULES = (*gather.RULES, *scatter.RULES, *counting.RULES, *autograd.RULES, *reduc
 
 
 def _layout(spec: DistributionSpec, storage: Storage) -> HandlerTable:
-    return HandlerTable([*map(wrap_custom_op, filter(is_operator, spec.custom_ops)), *RULES], storage)
+    padded = [gather.owned_of_mask] if storage.padded else []
+    return HandlerTable([*map(wrap_custom_op, filter(is_operator, spec.custom_ops)), *padded, *RULES], storage)
 
 
 def halo(spec: DistributionSpec) -> HandlerTable:

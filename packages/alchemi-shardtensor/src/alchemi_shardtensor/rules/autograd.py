@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from alchemi_shardtensor.collectives import sum_over_ranks
 from alchemi_shardtensor.table import Rule, handles
@@ -44,11 +45,52 @@ def grad(
 
     """
     ys, xs = _listed(outputs), _listed(inputs)
+    _check_graphs(shard)
     seeds = _listed(grad_outputs) if grad_outputs is not None else [None] * len(ys)
     _check_replicated(shard, [x for x in xs if not _is_share(x)])
     seeds = [_seed(shard, y, seed) for y, seed in zip(ys, seeds, strict=True)]
-    grads = op(ys, xs, seeds, **options)
+    shard.seen["backwards"] = shard.seen.get("backwards", 0) + 1
+    grads = _differentiate(ys, xs, seeds, **options)
     return tuple(None if g is None else _whole(shard, x, g) for x, g in zip(xs, grads, strict=True))
+
+
+def _differentiate(
+    outputs: list[Tensor],
+    inputs: list[Tensor],
+    seeds: list[Tensor | None],
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool | None = None,
+    is_grads_batched: bool = False,
+    materialize_grads: bool = False,
+    only_inputs: bool = True,
+) -> Sequence[Tensor | None]:
+    """torch.autograd.grad by its engine, with dispatch on: a backward pass may run Python that gathers and adds."""
+    if is_grads_batched:
+        raise MissingHandler("grad with is_grads_batched runs collectives under vmap: differentiate one vector at a time.")
+    filled = tuple(torch.ones_like(y) if seed is None else seed for y, seed in zip(outputs, seeds, strict=True))
+    retained = create_graph if retain_graph is None else retain_graph
+    unused = materialize_grads or bool(allow_unused)
+    with torch._C._EnableTorchFunction():
+        grads: Sequence[Tensor | None] = _engine_run_backward(
+            tuple(outputs), filled, retained, create_graph, tuple(inputs), allow_unreachable=unused, accumulate_grad=False
+        )
+    if not materialize_grads:
+        return grads
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)]
+
+
+def _check_graphs(shard: Shard) -> None:
+    """At a shard's first backward pass all ranks must have as many collectives to repeat, or some would wait for ever."""
+    if "graphs" in shard.seen:
+        return
+    shard.seen["graphs"] = True
+    tracked = shard.comm.all_gather(torch.tensor(shard.comm.traffic.tracked)).tolist()
+    if len(set(tracked)) > 1:
+        raise MissingHandler(
+            f"ranks have {tracked} collectives to repeat in the backward pass: some took another way through the model, such "
+            f"as an `if` on what atoms they have.\nLet every rank run the same operations, also on no atoms."
+        )
 
 
 def _listed(values: Any) -> list[Any]:
@@ -66,13 +108,13 @@ def _seed(shard: Shard, output: Tensor, seed: Tensor | None) -> Tensor | None:
             f"grad of an output of shape {tuple(output.shape)} of which it is not known whether it is one rank's share or the "
             f"whole (TorchScript returns plain tensors).\nSum per-atom values through the batch index outside the script."
         )
-    if rows not in REPLICATED and not holds_ghosts(output):  # type: ignore[arg-type]
-        return seed
     if seed is None and output.numel() != 1:
         raise RuntimeError("grad can be implicitly created only for scalar outputs: pass grad_outputs")
     seed = torch.ones_like(output) if seed is None else seed
-    if rows in REPLICATED:
-        return seed if shard.comm.rank == 0 else torch.zeros_like(seed)
+    if rows in REPLICATED:  # a graph of the seed goes on, also where nothing of it is left
+        return seed if shard.comm.rank == 0 else seed.masked_fill(torch.ones((), dtype=torch.bool, device=seed.device), 0)
+    if not holds_ghosts(output):  # type: ignore[arg-type]
+        return seed
     return _without_ghosts(shard, seed, output.row_dim)  # type: ignore[attr-defined]
 
 

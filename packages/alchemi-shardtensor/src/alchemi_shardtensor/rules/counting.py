@@ -7,7 +7,20 @@ import torch
 from torch import Tensor
 
 from alchemi_shardtensor.table import Rule, handles, needs_index
-from alchemi_shardtensor.tensor import EDGE, NODES, SHARE, SYSTEM, SYSTEMS, PointsAt, Shard, ShardTensor, plain, tag_in_place
+from alchemi_shardtensor.tensor import (
+    EDGE,
+    LOST,
+    NODES,
+    RECEIVER,
+    SHARE,
+    SYSTEM,
+    SYSTEMS,
+    PointsAt,
+    Shard,
+    ShardTensor,
+    plain,
+    tag_in_place,
+)
 from alchemi_spec import MissingHandler
 
 
@@ -30,16 +43,26 @@ def count_per_node(shard: Shard, op: Any, input: ShardTensor, weights: Tensor | 
 
 
 def _counts(shard: Shard, index: ShardTensor, weights: Tensor | None, n: int) -> ShardTensor:
-    """A sum through the index, which remembers the index."""
+    """A sum through the index, which remembers the index while it is unchanged."""
     each = torch.ones_like(index) if weights is None else weights.double()
     zeros = torch.zeros(n, dtype=each.dtype, device=index.device)
     counts: ShardTensor = shard.table.dispatch(Tensor.index_add_, shard, [index], (zeros, 0, index, each), {})
-    counts.__dict__["of"] = index
+    if weights is None and (index.points_at is SYSTEMS or (index.end is RECEIVER and not shard.storage.global_ids)):
+        _remember(counts, index)
     return counts
 
 
+def _remember(counts: Tensor, index: ShardTensor) -> None:
+    """Batches and receivers ascend, so that what their counts lay out is what they read."""
+    counts.__dict__["of"] = index, counts._version
+
+
 def _by_counts(name: str) -> Any:
-    return lambda shard, named: "of" in getattr(named.get(name), "__dict__", ())
+    def when(shard: Shard, named: dict[str, Any]) -> bool:
+        counts = named.get(name)
+        return type(counts) is ShardTensor and counts.__dict__.get("of", (None, -1))[1] == counts._version
+
+    return when
 
 
 @handles(Tensor.repeat_interleave, torch.repeat_interleave, when=_by_counts("repeats"))
@@ -50,7 +73,7 @@ def repeat_by_counts(shard: Shard, op: Any, input: Tensor, repeats: ShardTensor,
     """
     if dim not in (None, 0, -input.ndim) or (dim is None and input.ndim > 1):
         raise MissingHandler(f"repeat_interleave by counts along dim {dim} of {tuple(input.shape)}: repeat along dim 0.")
-    index = repeats.__dict__["of"]
+    index, _ = repeats.__dict__["of"]
     return shard.table.dispatch(Tensor.__getitem__, shard, [index], (input, index), {})
 
 
@@ -66,7 +89,7 @@ def reduce_segments(
     if dim:
         raise MissingHandler(f"segment_reduce by counts along axis {dim}: reduce along axis 0.")
     name, empty = _SEGMENTS[reduce]
-    index = lengths.__dict__["of"]
+    index, _ = lengths.__dict__["of"]
     out = input.new_full((len(lengths), *input.shape[1:]), empty if initial is None else initial)
     wide = tag_in_place(index.view(-1, *[1] * (input.ndim - 1)).expand_as(input), shard, index.rows, index.points_at, index.end)
     how = {"include_self": initial is not None}
@@ -92,7 +115,7 @@ def systems_present(
         found.append(place)
     if return_counts:
         found.append(tag_in_place(counts[present], shard, SYSTEM))
-        found[-1].__dict__["of"] = place
+        _remember(found[-1], place)
     return tuple(found) if len(found) > 1 else found[0]
 
 
@@ -102,10 +125,10 @@ def nodes_named(shard: Shard, op: Any, input: ShardTensor, **how: Any) -> Any:
     found = op(input, **how)
     values, *rest = found if isinstance(found, tuple) else (found,)
     end = input.end if not isinstance(input.end, tuple) else None
-    tagged: list[Tensor] = [tag_in_place(values, shard, None, NODES, end)]
+    tagged: list[Tensor] = [tag_in_place(values, shard, LOST, NODES, end)]
     if how.get("return_inverse"):
         tagged.append(tag_in_place(rest.pop(0), shard, input.rows if input.rows in SHARE else EDGE, row_dim=input.row_dim))
-    tagged += rest
+    tagged += [tag_in_place(r, shard, LOST) for r in rest]
     return tuple(tagged) if len(tagged) > 1 else tagged[0]
 
 

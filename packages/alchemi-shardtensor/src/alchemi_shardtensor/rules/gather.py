@@ -7,8 +7,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alchemi_shardtensor.carry import indexed
+from alchemi_shardtensor.storage import own
 from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
-from alchemi_shardtensor.tensor import EDGE, LOST, NODES, PARTIAL, SYSTEM, SYSTEMS, End, Ends, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.tensor import (
+    LOST,
+    NODES,
+    OWNED,
+    PARTIAL,
+    SYSTEMS,
+    End,
+    Ends,
+    Shard,
+    ShardTensor,
+    edges_of,
+    holds_ghosts,
+    tag_in_place,
+)
 from alchemi_spec import MissingHandler
 
 _SELECTS = (Tensor.index_select, torch.index_select)
@@ -26,15 +40,17 @@ def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
 def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> Any:
     """edge_index (2, E) -> senders or receivers (E,), or some edges (2, E'), or its rows in another order."""
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
+    rows = LOST if any(isinstance(r, (int, slice)) and r != slice(None) for r in rest) else edges_of(shard)
     if isinstance(head, int):
         row = _row(input, head)
-        return tag_in_place(row[rest], shard, row.rows, NODES, row.end) if rest else row
+        return tag_in_place(row[rest], shard, rows, NODES, row.end) if rest else row
     if isinstance(head, list):
         ends: Ends = tuple(_ends(input)[i] for i in head)
     else:
         whole = not isinstance(head, Tensor) and head in (slice(None), Ellipsis) and index is not Ellipsis
         ends = input.end if whole else None
-    return tag_in_place(input[index], shard, None, NODES, ends)
+    result = input[index]
+    return tag_in_place(result, shard, rows if result.ndim == 2 else LOST, NODES, ends, result.ndim - 1)
 
 
 @handles(Tensor.unbind, torch.unbind, Tensor.__iter__, when=_is_edge_index)
@@ -49,7 +65,7 @@ def rows_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int = 0) 
 @handles(Tensor.select, torch.select, when=_is_edge_index)
 def select_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int, index: int) -> Tensor:
     """edge_index (2, E) -> senders or receivers (E,)."""
-    return _row(input, index) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, None, NODES)
+    return _row(input, index) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, LOST, NODES)
 
 
 @needs_index
@@ -60,7 +76,7 @@ def _flips_ends(shard: Shard, named: dict[str, Any]) -> bool:
 @handles(Tensor.flip, torch.flip, when=_flips_ends)
 def flip_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dims: Any) -> Tensor:
     """edge_index (2, E) -> its rows in the other order, for models that name receivers first."""
-    return tag_in_place(input.flip(0), shard, None, NODES, _ends(input)[::-1])
+    return tag_in_place(input.flip(0), shard, edges_of(shard), NODES, _ends(input)[::-1], 1)
 
 
 @needs_index
@@ -71,7 +87,7 @@ def _are_ends(shard: Shard, named: dict[str, Any]) -> bool:
 @handles(torch.stack, when=_are_ends)
 def stack_ends(shard: Shard, op: Any, tensors: Any, dim: int = 0) -> Tensor:
     """Senders (E,), receivers (E,), in any order -> an edge_index (2, E)."""
-    return tag_in_place(torch.stack(list(tensors)), shard, None, NODES, tuple(t.end for t in tensors))
+    return tag_in_place(torch.stack(list(tensors)), shard, edges_of(shard), NODES, tuple(t.end for t in tensors), 1)
 
 
 def _ends(edge_index: ShardTensor) -> tuple[End, ...]:
@@ -79,9 +95,13 @@ def _ends(edge_index: ShardTensor) -> tuple[End, ...]:
 
 
 def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
-    shard = edge_index.shard
-    rows = SYSTEM if shard.storage.replicated else EDGE
-    return tag_in_place(edge_index.select(0, row), shard, rows, NODES, _ends(edge_index)[row])
+    """One object for each row, so that what is known of it is found again."""
+    rows: dict[int, ShardTensor] = edge_index.__dict__.setdefault("ends", {})
+    row = row % len(edge_index)
+    if row not in rows:
+        shard = edge_index.shard
+        rows[row] = tag_in_place(edge_index.select(0, row), shard, edges_of(shard), NODES, _ends(edge_index)[row])
+    return rows[row]
 
 
 @handles(Tensor.__getitem__, when=points_at(NODES))
@@ -169,21 +189,56 @@ def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, 
             "a per-system sum of which each rank has a part was read per atom: the parts have to be added up first.\n"
             "Leave per_system_reduce of the specification on, or read the sum after it is whole."
         )
-    rows = LOST if row_dim is None and index.tag.rows else index.tag.rows
+    rows = LOST if row_dim is None or index.tag.rows is None else index.tag.rows
     target, end = (None, None) if mark is None else (mark.points_at, mark.end)
     return tag_in_place(result, shard, rows, target, end, row_dim or 0)
 
 
 @needs_index
 def _max_of_index(shard: Shard, named: dict[str, Any]) -> bool:
-    return getattr(named["input"], "points_at", None) is not None and named.get("dim") is None
+    x = named["input"]
+    over_all = named.get("dim") is None or (x.ndim == 1 and named["dim"] in (0, -1))
+    return getattr(x, "points_at", None) is not None and over_all and "other" not in named
 
 
-@handles(Tensor.max, torch.max, Tensor.amax, torch.amax, when=_max_of_index, rows=None)
-def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: None = None) -> Tensor:
-    """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
+@needs_index
+def _last_system(shard: Shard, named: dict[str, Any]) -> bool:
+    x, index = named["input"], named.get("index")
+    return type(index) is int and index == -1 and getattr(x, "points_at", None) is SYSTEMS and x.ndim == 1
+
+
+def _largest(shard: Shard, input: ShardTensor) -> Tensor:
     count = shard.n_systems if input.points_at is SYSTEMS else shard.storage.n_rows(shard)
     return torch.full((), count - 1, device=input.device)  # no copy from the host
+
+
+@handles(Tensor.max, torch.max, Tensor.amax, torch.amax, when=_max_of_index)
+def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
+    largest = _largest(shard, input)
+    largest = largest[None] if keepdim and input.ndim == 1 else largest
+    return largest if dim is None or "amax" in op.__name__ else torch.return_types.max((largest, input.argmax(dim, keepdim)))
+
+
+@handles(Tensor.__getitem__, when=_last_system)
+def last_system(shard: Shard, op: Any, input: ShardTensor, index: int) -> Tensor:
+    """`batch[-1] + 1` counts the systems, as `batch` ascends."""
+    return _largest(shard, input)
+
+
+@handles(Tensor.__getitem__, when=lambda shard, named: _masks_rows(named))
+def owned_of_mask(shard: Shard, op: Any, input: ShardTensor, index: Any) -> Tensor:
+    """[owned | ghost] rows, a mask of them -> the owned rows among those it names; what ghosts are, their owners take."""
+    mask, *rest = index if isinstance(index, tuple) else (index,)
+    return tag_in_place(own(shard, input)[(own(shard, mask), *rest)], shard, OWNED, input.points_at, input.end)
+
+
+def _masks_rows(named: dict[str, Any]) -> bool:
+    x, index = named["input"], named.get("index")
+    mask = index[0] if isinstance(index, tuple) and index else index
+    if type(x) is not ShardTensor or type(mask) is not ShardTensor or x.tag.row_dim or mask.tag.row_dim:
+        return False
+    return mask.dtype == torch.bool and mask.ndim == 1 and holds_ghosts(x) and holds_ghosts(mask)
 
 
 RULES: list[Rule] = [
@@ -201,4 +256,5 @@ RULES: list[Rule] = [
     look_up,
     look_up_in_table,
     largest_index,
+    last_system,
 ]

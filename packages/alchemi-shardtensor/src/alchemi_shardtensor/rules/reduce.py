@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alchemi_shardtensor.collectives import AllGather, sum_over_ranks
+from alchemi_shardtensor.collectives import sum_over_ranks
 from alchemi_shardtensor.storage import own
 from alchemi_shardtensor.table import Rule, handles
 from alchemi_shardtensor.tensor import EDGE, LOST, SHARE, SYSTEM, Shard, ShardTensor, tag_in_place
@@ -118,11 +118,12 @@ def norm_over_rows(
     dtype: Any = None,
     **_: Any,
 ) -> Tensor:
-    """(n_owned, *F) or (E, *F) -> the norm over the atoms or edges of all ranks: the norm of the ranks' norms."""
+    """(n_owned, *F) or (E, *F) -> the norm over the atoms or edges of all ranks."""
     order = next((o for o in (ord, p) if o not in (None, "fro")), 2)
-    mine = torch.linalg.vector_norm(own(shard, input), order, _dims(input, dim), keepdim, dtype=dtype)
-    every: Tensor = AllGather.apply(mine, shard.comm)  # type: ignore[no-untyped-call]
-    return torch.linalg.vector_norm(every, order, dim=0)  # type: ignore[no-any-return]
+    mine = own(shard, input) if dtype is None else own(shard, input).to(dtype)
+    powers = sum_over_ranks((mine.abs() ** order).sum(_dims(input, dim), keepdim), shard.comm)
+    is_zero = powers == 0  # where the root has no slope
+    return (powers + is_zero) ** (1 / order) * ~is_zero
 
 
 @reduces(*_both("amax", "amin"))
@@ -130,10 +131,12 @@ def extreme_over_rows(shard: Shard, op: Any, input: ShardTensor, dim: Any = None
     """(n_owned, *F) or (E, *F) -> the largest or smallest over all ranks; the gradient in equal parts to all that attain it."""
     mine, dims = own(shard, input), _dims(input, dim)
     best = _best(shard, op.__name__, mine, dims)
+    if not mine.requires_grad:
+        return best if keepdim else best.squeeze(dims)
     holds = mine == best
     count = sum_over_ranks(holds.to(best.dtype).sum(dims, keepdim=True), shard.comm)
     mean = sum_over_ranks(mine.masked_fill(~holds, 0).sum(dims, keepdim=True), shard.comm) / count.clamp(min=1)
-    result = best + torch.where(best.isfinite(), mean - mean.detach(), 0) if mine.requires_grad else best
+    result = best + torch.where(best.isfinite(), mean - mean.detach(), 0)
     return result if keepdim else result.squeeze(dims)
 
 
@@ -192,7 +195,14 @@ def refuse(shard: Shard, op: Any, input: ShardTensor, dim: Any = None, **rest: A
     )
 
 
-@handles(F.batch_norm, F.scaled_dot_product_attention, when=lambda shard, named: "key" in named or named.get("training", False))
+def _mixes(shard: Shard, named: dict[str, Any]) -> bool:
+    x = named["input"]
+    if type(x) is not ShardTensor or x.tag.rows not in SHARE:
+        return False
+    return x.tag.row_dim >= x.ndim - 2 if "key" in named else bool(named.get("training"))
+
+
+@handles(F.batch_norm, F.scaled_dot_product_attention, when=_mixes)
 def refuse_mixing(shard: Shard, op: Any, **named: Any) -> Tensor:
     """Statistics over, or attention among, the rows of a share would be of the share only."""
     raise MissingHandler(

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alchemi_shardtensor.carry import row_part
 from alchemi_shardtensor.rules.extreme import extremes
 from alchemi_shardtensor.storage import Target, own
 from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
@@ -16,7 +17,10 @@ from alchemi_shardtensor.tensor import (
     PADDED,
     PARTIAL,
     RECEIVER,
+    REPLICATED,
+    SHARE,
     STALE,
+    SYSTEM,
     SYSTEMS,
     Rows,
     Shard,
@@ -71,6 +75,7 @@ def to_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTensor,
         )
     target = shard.storage.nodes(shard, input, index)
     if isinstance(target, Rows):
+        _known(op, src)
         return tag_in_place(op(input, dim, index, src, **how), shard, target)
     return _added(shard, target, op, input, dim, src, **how)
 
@@ -87,6 +92,7 @@ def _added(
     **how: Any,
 ) -> Tensor:
     """Reduce over ranks what each adds, and that into the accumulator."""
+    _known(op, src)
     if reduce == "sum" and include_self:
         how |= {"reduce": "sum"} if op is Tensor.scatter_reduce_ else {}
         buffer = target.zeros(input, dim)
@@ -103,6 +109,14 @@ def _added(
             f"Sums, means, amax and amin are combined over ranks; or register a handler for this form."
         )
     return tag_in_place(input.copy_(result), shard, target.rows)
+
+
+def _known(op: Any, src: Any) -> None:
+    if type(src) is ShardTensor and src.tag.rows is LOST:
+        raise MissingHandler(
+            f"{op.__name__} of values {tuple(src.shape)} of which it is not known whose they are: they were made in a way that may "
+            f"mix or move rows.\nMake per-atom and per-edge values row by row, or register a handler for what made them."
+        )
 
 
 def _means(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
@@ -138,10 +152,12 @@ def accumulate(shard: Shard, op: Any, input: Tensor, index: Any, src: Tensor, ac
     first, *rest = index
     systems = first.points_at is SYSTEMS
     target = shard.storage.systems(shard, first) if systems else shard.storage.nodes(shard, input, first)
+    _known(op, src)
     if isinstance(target, Rows):
         return tag_in_place(input.index_put_((first, *rest), src, accumulate=True), shard, target)
     if systems:
         target, src = _without_ghosts(shard, op, target, first, src, 0)
+        rest = [own(shard, r) for r in rest]
     buffer = target.zeros(input, 0)
     partial = buffer.index_put_((target.local, *rest), src.to(buffer.dtype), accumulate=True)
     return tag_in_place(input.add_(target.total(partial).to(input.dtype)), shard, target.rows)
@@ -183,7 +199,29 @@ def refuse_writes(shard: Shard, op: Any, **named: Any) -> Tensor:
 def write_into_plain(shard: Shard, op: Any, input: Tensor, index: Any, src: Any) -> None:
     """A plain tensor that is filled from a share is a share, too; of which rows is not known."""
     input[index] = src
-    tag_in_place(input, shard, LOST)
+    held = [t.tag.rows for t in (src, *indices(index)) if isinstance(t, ShardTensor)]
+    tag_in_place(input, shard, SYSTEM if all(rows in REPLICATED for rows in held) else LOST)
+
+
+def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
+    """Rows that are the first, or any, of each rank; or one rank's values into what is the same on all."""
+    x, src = named["input"], named.get("src")
+    if type(x) is not ShardTensor or x.tag.rows not in (*SHARE, *REPLICATED) or x.tag.rows is LOST:
+        return False
+    if x.tag.rows in REPLICATED:
+        return type(src) is ShardTensor and (src.tag.rows in SHARE or src.tag.rows is PARTIAL)
+    row = row_part(x, named["index"])
+    known = type(row) is ShardTensor and row.tag.rows not in (None, LOST)
+    return not (known or row == slice(None) or (isinstance(row, Tensor) and row.dtype == torch.bool))
+
+
+@handles(Tensor.__setitem__, when=_writes_unknown_rows)
+def refuse_unknown_rows(shard: Shard, op: Any, input: ShardTensor, index: Any, src: Any) -> None:
+    """`h[0] = 0` would be the first row of each rank."""
+    raise MissingHandler(
+        f"a write into some of {input.rows} rows, {tuple(input.shape)}, by numbers or slices, or of one rank's values into what is "
+        f"the same on all, would be another write on each rank.\nWrite by a mask of per-atom values, or by row numbers made of one."
+    )
 
 
 @handles(Tensor.__setitem__, when=lambda shard, named: getattr(named["input"], "rows", None) is PADDED)
@@ -196,6 +234,7 @@ def write_into_padded(shard: Shard, op: Any, input: ShardTensor, index: Any, src
 RULES: list[Rule] = [
     *_both_forms(accumulate.handler, _accumulates, (Tensor.index_put_,)),
     refuse_writes,
+    refuse_unknown_rows,
     write_into_plain,
     write_into_padded,
     *_both_forms(to_systems, points_at(SYSTEMS)),

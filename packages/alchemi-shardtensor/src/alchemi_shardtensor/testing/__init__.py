@@ -163,7 +163,8 @@ class _HostSyncs(TorchDispatchMode):
         self.traffic = traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
         masked = func.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_) and any(
             i is not None and i.dtype == torch.bool for i in args[1]
         )
