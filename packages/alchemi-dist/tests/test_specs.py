@@ -151,6 +151,22 @@ def test_outputs_of_every_kind(comm):
         run(comm, QUARTZ_LIKE, Direct(), Direct.distribution_spec.replaced(owned_only_outputs=set()))
 
 
+class Short(Toy):
+    """Makes as many rows as this rank's last atom names."""
+
+    def forward(self, data, outputs=("energy",)):
+        n = int(data["batch"].as_subclass(Tensor).max()) if len(data["batch"]) else 0
+        return {"energy": torch.zeros(n, dtype=self.dtype).index_add_(0, data["batch"] * 0, data["positions"][:, 0])[:n]}
+
+
+@ranks(1, 2)
+def test_a_row_is_returned_for_each_structure(comm):
+    config = DomainConfig(comm)
+    batch = ShardedBatch.share(Batch.from_ase(STRUCTURES["batch"]), config)
+    with pytest.raises(MissingHandler, match=r"energy has shape \(2,\), but there are 3 structures"):
+        DistributedModel(Short(), config)(batch, ("energy",))
+
+
 def strained_silicon(n=4):
     atoms = bulk("Si", cubic=True) * (n, n, n)
     atoms.rattle(0.05, seed=1)

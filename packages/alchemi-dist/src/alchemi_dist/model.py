@@ -142,6 +142,11 @@ class DistributedModel(nn.Module):
     def _whole(self, name: str, value: Tensor, shard: Shard, batch: ShardedBatch) -> Tensor:
         """The output without its tag, whole: on every rank, or of this rank's atoms, as its kind says."""
         kind, rows = self.spec.output_kinds[name], getattr(value, "rows", None)
+        if kind is OutputKind.PER_GRAPH and value.shape[:1] != (shard.n_systems,):
+            raise MissingHandler(
+                f"the model's {name} has shape {tuple(value.shape)}, but there are {shard.n_systems} structures.\n"
+                f"Make one row for each of data['cell'], whichever of them this rank has atoms of."
+            )
         per_graph, per_node = (kind in (k, OutputKind.UNKNOWN) for k in (OutputKind.PER_GRAPH, OutputKind.PER_NODE))
         if kind is OutputKind.GLOBAL or (per_graph and rows is SYSTEM) or (per_node and rows is OWNED):
             return plain(value)

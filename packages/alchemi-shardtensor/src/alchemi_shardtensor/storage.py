@@ -112,8 +112,8 @@ class Storage:
             return x, index
         if rows is LOST:
             raise MissingHandler(
-                f"a tensor of shape {tuple(x.shape)} was read by atoms, but which atoms its rows are is not known: it was made in a "
-                f"way that may mix or move rows.\nMake per-atom values row by row, or register a handler for what made it."
+                f"a tensor of shape {tuple(x.shape)} was read by atoms, but whose its rows are is not known: what made it may "
+                f"mix or move rows.\nMake per-atom values row by row, or register a handler for it."
             )
         if self.holds_all(shard, x):
             return (x, index) if self.global_ids else (x.index_select(0, shard.ids), index)
@@ -131,7 +131,7 @@ class Storage:
         return _padded(shard, routing, x.narrow(0, 0, shard.n_owned) if self.padded else x, x), local
 
     def holds_all(self, shard: Shard, x: Tensor) -> bool:
-        """Whether x has the rows of all atoms: by its tag, or plain and with as many rows, where the layout has such tensors."""
+        """Whether x has the rows of all atoms: by its tag, or plain and as many, where the layout has such tensors."""
         if isinstance(x, ShardTensor):
             return x.tag.rows is GLOBAL
         if self.collective is None or "global" not in shard.seen or not x.ndim or shard.routing.owners is None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alchemi_shardtensor.carry import indexed
+from alchemi_shardtensor.moves import indexed
 from alchemi_shardtensor.storage import own
 from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
 from alchemi_shardtensor.tensor import (

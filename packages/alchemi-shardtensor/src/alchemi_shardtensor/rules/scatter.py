@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.carry import row_part
+from alchemi_shardtensor.moves import row_part
 from alchemi_shardtensor.rules.extreme import extremes
 from alchemi_shardtensor.storage import Target, own
 from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
@@ -114,8 +114,8 @@ def _added(
 def _known(op: Any, src: Any) -> None:
     if type(src) is ShardTensor and src.tag.rows is LOST:
         raise MissingHandler(
-            f"{op.__name__} of values {tuple(src.shape)} of which it is not known whose they are: they were made in a way that may "
-            f"mix or move rows.\nMake per-atom and per-edge values row by row, or register a handler for what made them."
+            f"{op.__name__} of values {tuple(src.shape)} of which it is not known whose they are: what made them may mix or "
+            f"move rows.\nMake per-atom and per-edge values row by row, or register a handler for it."
         )
 
 
@@ -219,8 +219,9 @@ def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
 def refuse_unknown_rows(shard: Shard, op: Any, input: ShardTensor, index: Any, src: Any) -> None:
     """`h[0] = 0` would be the first row of each rank."""
     raise MissingHandler(
-        f"a write into some of {input.rows} rows, {tuple(input.shape)}, by numbers or slices, or of one rank's values into what is "
-        f"the same on all, would be another write on each rank.\nWrite by a mask of per-atom values, or by row numbers made of one."
+        f"a write into some of {input.rows} rows, {tuple(input.shape)}, by numbers or slices, or of one rank's values into "
+        f"what all have alike, would be another write on each rank.\n"
+        f"Write by a mask of per-atom values, or by row numbers made of one."
     )
 
 
