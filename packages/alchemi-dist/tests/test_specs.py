@@ -152,11 +152,11 @@ def test_outputs_of_every_kind(comm):
 
 
 class Short(Toy):
-    """Makes as many rows as this rank's last atom names."""
+    """Makes a row too few."""
 
     def forward(self, data, outputs=("energy",)):
-        n = int(data["batch"].as_subclass(Tensor).max()) if len(data["batch"]) else 0
-        return {"energy": torch.zeros(n, dtype=self.dtype).index_add_(0, data["batch"] * 0, data["positions"][:, 0])[:n]}
+        total = torch.zeros(len(data["cell"]), dtype=self.dtype).index_add_(0, data["batch"], data["positions"][:, 0])
+        return {"energy": total[1:]}
 
 
 @ranks(1, 2)
