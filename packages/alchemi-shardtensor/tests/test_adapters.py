@@ -66,14 +66,14 @@ def test_an_opaque_kernel_reads_ghosts_and_its_partial_rows_go_home(comm, layout
 
 
 @ranks(1, 2, 3)
-@pytest.mark.parametrize("layout", ["owned", "padded", "replicated"])
+@pytest.mark.parametrize("layout", ["owned", "padded", "replicated", "local"])
 def test_each_atom_is_counted_once_and_partial_sums_are_summed(comm, layout):
     adapter = OpAdapter("opaque::total", {"x": SliceOwned(), 1: SliceOwned()}, {0: AllReduceSum(), "count": AllReduceSum()})
     policy = RandomGraph(comm, layout=layout).shard.spec.policy
     graph = RandomGraph(comm, layout=layout, spec=DistributionSpec(policy=policy, custom_ops=(adapter,)))
     x = values(graph.n)
     found = torch.ops.opaque.total(graph.nodes(x), graph.nodes(x[:, 0]))
-    assert found.rows is SYSTEM
+    assert found.rows is SYSTEM and torch.ops.opaque.smoothed(tag(x, graph.shard, SYSTEM)).rows is SYSTEM
     torch.testing.assert_close(plain(found), torch.ops.opaque.total(x, x[:, 0]), **CLOSE)
 
 

@@ -48,7 +48,7 @@ def quantised(n, k=3):
     return torch.randint(1, 6, (n, k), generator=torch.Generator().manual_seed(5)).double() / 5
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("layout", ["owned", "padded", "replicated"])
 @pytest.mark.parametrize("name", OVER_ROWS)
 def test_a_reduction_over_rows_is_over_all_ranks_rows(comm, layout, name):
@@ -93,7 +93,7 @@ FORMS = {
 }
 
 
-@ranks(1, 2, 3)
+@ranks(1, 3)
 @pytest.mark.parametrize("layout", ["owned", "padded", "sharded", "replicated"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("reduce", ["mean", "amax", "amin"])

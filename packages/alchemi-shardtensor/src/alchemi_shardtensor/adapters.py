@@ -78,6 +78,8 @@ def _called(
     shard: Shard, op: Callable[..., Any], adapter: OpAdapter, transforms: Mapping[Any, Any], named: dict[str, Any]
 ) -> Any:
     """The operator on transformed arguments, its results transformed and tagged."""
+    if shard.storage.replicated:
+        transforms, adapter = {}, OpAdapter(adapter.op)  # every rank has everything
     moved = (*transforms.values(), *adapter.output_transforms.values())
     if shard.storage.global_ids and any(isinstance(t, (GatherInputs, ScatterOutputs)) for t in moved):
         raise MissingHandler(
@@ -136,7 +138,10 @@ def _out(shard: Shard, transform: Any, value: Any, full: bool, shares: bool) -> 
     if isinstance(transform, SliceOutputsOwned):
         mine = value.index_select(0, shard.ids[: shard.n_owned]) if full else value[: shard.n_owned]
         return tag_in_place(mine, shard, OWNED)
-    return tag(value, shard, LOST) if shares else value
+    if shares:
+        return tag(value, shard, LOST)
+    replicated = shard.storage.replicated and value.shape[:1] == (shard.n_owned,)
+    return tag(value, shard, GLOBAL if replicated else SYSTEM)
 
 
 def is_operator(adapter: OpAdapter) -> bool:

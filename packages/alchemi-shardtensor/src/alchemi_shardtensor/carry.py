@@ -148,7 +148,7 @@ def carry(
             f"{op} was handed an index that points at other rows: what it gathers or adds inside cannot be seen.\n"
             f"Use a module before it was scripted, or a MethodAdapter; say with an OpAdapter what an operator needs."
         )
-    if name == "expand_as" and args[0].rows not in SHARE and isinstance(args[1], ShardTensor):
+    if name == "expand_as" and getattr(args[0], "rows", None) not in SHARE and isinstance(args[1], ShardTensor):
         return tag_in_place(result, shard, args[1].rows, row_dim=args[1].row_dim)
     if not plan.in_place:  # an argument that comes back is the caller's own
         for a in args:

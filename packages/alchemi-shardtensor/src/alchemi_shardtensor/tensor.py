@@ -108,6 +108,11 @@ class Shard:
     """One object for each tag, so that equal tags are identical."""
     fired: list[Fired] | None = field(default=None, repr=False)
     """What has fired, while `trace` is open."""
+    began: int = field(init=False, repr=False)
+    """How many collectives this rank had to repeat in backward passes when the shard was made."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "began", self.comm.traffic.tracked)
 
     @classmethod
     def of(cls, spec: DistributionSpec, routing: Routing, n_systems: int) -> "Shard":

@@ -85,7 +85,7 @@ def _check_graphs(shard: Shard) -> None:
     if "graphs" in shard.seen:
         return
     shard.seen["graphs"] = True
-    tracked = shard.comm.all_gather(torch.tensor(shard.comm.traffic.tracked)).tolist()
+    tracked = shard.comm.all_gather(torch.tensor(shard.comm.traffic.tracked - shard.began)).tolist()
     if len(set(tracked)) > 1:
         raise MissingHandler(
             f"ranks have {tracked} collectives to repeat in the backward pass: some took another way through the model, such "
