@@ -25,7 +25,7 @@ from alchemi_shardtensor import (
     plain,
     trace,
 )
-from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
+from alchemi_shardtensor.testing import EXACT, FP32, count_traffic, ranks
 from alchemi_spec import (
     DistributionSpec,
     GatherInputsFull,
@@ -133,6 +133,20 @@ def test_backward_fills_grad_as_one_process_does_under_every_layout(comm, layout
     torch.testing.assert_close(plain(leaf.grad)[rows], forces[graph.mine], **close)
     torch.testing.assert_close(plain(strain.grad), stress, **close)
     torch.testing.assert_close(plain(scale.grad), slope, **close)
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_float32_agrees_to_its_round_off_under_every_layout(comm, layout):
+    graph = RandomGraph(comm, layout=layout)
+    g = torch.Generator().manual_seed(3)
+    x, h = torch.rand(graph.n, 3, generator=g), torch.rand(graph.n, 4, generator=g)
+    whole, leaf = x.clone().requires_grad_(), graph.nodes(x).requires_grad_()
+    expected = layers(h, whole, graph.edge_index, graph.batch, 3)
+    found = layers(graph.nodes(h), leaf, graph.local_edge_index, graph.local_batch, 3)
+    (e,), (f,) = torch.autograd.grad(expected.sum(), whole), torch.autograd.grad(found.sum(), leaf)
+    torch.testing.assert_close(plain(found), expected, rtol=FP32, atol=0)
+    torch.testing.assert_close(graph.owned(f), e[graph.mine], rtol=0, atol=FP32 * float(e.abs().max()))
 
 
 def layers(h, x, edge_index, batch, n_layers):
