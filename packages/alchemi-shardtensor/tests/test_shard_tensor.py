@@ -69,7 +69,7 @@ def values(comm, n, k=3):
     return comm.broadcast_object(torch.rand(n, k, dtype=F64))
 
 
-@ranks(1, 3)
+@ranks(1, 2, 3)
 @pytest.mark.parametrize("form", OTHER_GATHERS)
 def test_a_gather_through_senders_exchanges_once_and_one_through_receivers_never(comm, form):
     graph, x = RandomGraph(comm), None
@@ -85,7 +85,7 @@ def test_a_gather_through_senders_exchanges_once_and_one_through_receivers_never
     assert torch.equal(plain(own), gather(x, graph.edge_index[1, graph.edges]))
 
 
-@ranks(1, 3)
+@ranks(1, 2, 3)
 @pytest.mark.parametrize("form", OTHER_SCATTERS)
 @pytest.mark.parametrize("row", [0, 1], ids=["senders", "receivers"])
 def test_a_scatter_equals_one_process_with_a_non_zero_accumulator(comm, form, row):
@@ -101,7 +101,7 @@ def test_a_scatter_equals_one_process_with_a_non_zero_accumulator(comm, form, ro
     torch.testing.assert_close(plain(out), expected[graph.mine], rtol=0, atol=EXACT)
 
 
-@ranks(1, 3)
+@ranks(1, 2, 3)
 @pytest.mark.parametrize("form", OTHER_SCATTERS)
 def test_a_scatter_through_the_batch_is_the_per_system_sum_on_every_rank(comm, form):
     graph = RandomGraph(comm, n_systems=3)
