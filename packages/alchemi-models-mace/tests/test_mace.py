@@ -5,7 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from ase.neighborlist import neighbor_list
+from e3nn.util import jit
 from mace.calculators import MACECalculator, foundations_models
 from small_mace import silica, small_mace
 
@@ -24,11 +26,21 @@ VARIANTS = {
         "distance_transform": "Agnesi",
     },
 }
+ENVELOPES = VARIANTS | {
+    "gaussians": {"radial_type": "gaussian"},
+    "chebyshev": {"radial_type": "chebyshev", "num_bessel": 2, "distance_transform": "Soft"},
+    **{
+        f"{name}, cutoff last": {"interaction": f"RealAgnostic{name}InteractionBlock", "apply_cutoff": False}
+        for name in ("", "Residual", "Density", "DensityResidual", "AttResidual", "ResidualNonLinear")
+    },
+}
+"""Where an edge beyond the cutoff adds exactly nothing."""
+EXACT = 1e-12
 
 
 def contract_data(atoms, cutoff, dtype=torch.float64):
     """The fields of the data contract, from ASE's own neighbour list."""
-    receiver, sender, shifts = neighbor_list("ijS", atoms, cutoff)
+    receiver, sender, shifts = neighbor_list("ijS", atoms, cutoff, max_nbins=1000)
     return {
         "positions": torch.tensor(atoms.positions, dtype=dtype),
         "atomic_numbers": torch.tensor(atoms.numbers),
@@ -95,6 +107,74 @@ def test_the_models_dtype_is_the_arithmetics():
     assert (single["forces"] - double["forces"]).abs().max() < 1e-4
     back = wrapper.double()(contract_data(silica(), wrapper.cutoff))
     assert (back["forces"] - double["forces"]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", ENVELOPES)
+def test_edges_beyond_the_cutoff_change_nothing(variant):
+    wrapper, atoms = MACEWrapper(small_mace(**ENVELOPES[variant])), silica()
+    assert wrapper.distribution_spec.ignores_longer_edges
+    shown, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
+    assert longer["edge_index"].shape[1] > shown["edge_index"].shape[1]
+    expected, results = wrapper(shown), wrapper(longer)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
+
+
+@pytest.mark.parametrize("name", ["AttResidual", "ResidualNonLinear"])
+def test_an_interaction_that_reads_an_edges_ends_past_the_envelope_has_its_list_filtered(name):
+    wrapper, atoms = MACEWrapper(small_mace(interaction=f"RealAgnostic{name}InteractionBlock")), silica()
+    assert not wrapper.distribution_spec.ignores_longer_edges
+    shown, longer = (wrapper(contract_data(atoms, wrapper.cutoff + skin)) for skin in (0.0, 1.0))
+    assert (longer["forces"] - shown["forces"]).abs().max() > 1e-6
+
+
+def test_so_has_one_whose_repulsion_is_longer_than_its_cutoff_or_that_may_be_anything():
+    caesium = small_mace(atomic_numbers=[8, 55], pair_repulsion=True)  # 2 x 2.44 Å against 4.5 Å
+    other = type("Other", (type(caesium),), {})
+    unknown = small_mace()
+    unknown.__class__ = other
+    for model in (caesium, unknown):
+        assert not MACEWrapper(model).distribution_spec.ignores_longer_edges
+
+
+def water(moved):
+    """Two molecules in a box of 4000 Å, far from its origin, wrapped into it."""
+    molecule = np.array([[0, 0, 0.12], [0, 0.76, -0.48], [0, -0.76, -0.48]])
+    positions = np.concatenate([molecule, molecule[:, [2, 0, 1]] + [1.5, 2.2, 0.4]]) + [500.3, 500.7, 500.1]
+    atoms = Atoms("OHHOHH", positions + moved, cell=[4000, 4000, 4000], pbc=True)
+    atoms.wrap()
+    return atoms
+
+
+def changes(wrapper, moved):
+    """Of energy, forces and virial, by a move."""
+    before, after = (wrapper(contract_data(water(by), wrapper.cutoff)) for by in (0.0, moved))
+    units = {"energy": 1, "forces": 1, "stress": 4000**3}
+    return [(after[name] - before[name]).abs().max().item() * unit for name, unit in units.items()]
+
+
+@pytest.mark.parametrize("moved", [1000.0, 3498.7], ids=["moved", "moved onto the box's corner"])
+@pytest.mark.parametrize("variant", [{}, {"scaled": False, "pair_repulsion": True}], ids=["scaled", "not scaled"])
+def test_case_11_water_far_from_the_origin(variant, moved):
+    """Float32's last digit at 1500 Å is 1e-4 Å."""
+    wrapper = MACEWrapper(small_mace(atomic_numbers=[1, 8], **variant))
+    assert max(changes(wrapper, moved)) < 1e-10
+    assert max(changes(wrapper.float(), moved)) < 1e-5
+
+
+def test_case_11_the_reverse_has_differences_in_float64_too():
+    wrapper = MACEWrapper(small_mace(atomic_numbers=[1, 8]))
+    single = contract_data(water(3498.7), wrapper.cutoff, torch.float32)
+    double = {name: field.double() if field.is_floating_point() else field for name, field in single.items()}
+    expected, results = wrapper(double), wrapper(single)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
+
+
+def test_a_scripted_model_computes_as_it_was_scripted():
+    expected = MACEWrapper(small_mace().float())(contract_data(silica(), 4.5))
+    results = MACEWrapper(jit.compile(small_mace().float()))(contract_data(silica(), 4.5))
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_only_what_is_asked_is_computed():

@@ -3,6 +3,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from ase import Atoms
 from ase.build import bulk, molecule
 from ase.neighborlist import neighbor_list
 from sevenn import util
@@ -10,6 +11,8 @@ from sevenn.calculator import SevenNetCalculator
 
 from alchemi_models_sevennet import SevenNetWrapper
 from alchemi_spec import Model, UntrustedPickle
+
+EXACT = 1e-12
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +31,7 @@ def silica():
 
 def contract_data(atoms, cutoff, dtype=torch.float64):
     """The fields of the data contract, from ASE's own neighbour list."""
-    receiver, sender, shifts = neighbor_list("ijS", atoms, cutoff)
+    receiver, sender, shifts = neighbor_list("ijS", atoms, cutoff, max_nbins=1000)
     return {
         "positions": torch.tensor(atoms.positions, dtype=dtype),
         "atomic_numbers": torch.tensor(atoms.numbers),
@@ -85,6 +88,56 @@ def test_float64_forces_and_stress_are_the_energys_derivatives():
             strained.set_cell(atoms.cell.array @ (np.eye(3) + strain), scale_atoms=True)
             work += sign * energy(strained)
         assert results["stress"][0, i, j].item() == pytest.approx(work / (2 * h) / atoms.get_volume(), abs=1e-7)
+
+
+@pytest.mark.parametrize(("name", "modal"), [("7net-0", None), ("7net-mf-0", "PBE"), ("7net-l3i5", None)])
+def test_edges_beyond_the_cutoff_change_nothing(name, modal):
+    """The first two have XPLOR's envelope, the third a polynomial; SevenNet masks neither."""
+    wrapper, atoms = SevenNetWrapper(name, modal=modal).double(), silica()
+    assert wrapper.distribution_spec.ignores_longer_edges
+    shown, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
+    assert longer["edge_index"].shape[1] > shown["edge_index"].shape[1]
+    expected, results = wrapper(shown), wrapper(longer)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
+
+
+def test_a_network_that_answers_to_a_zero_has_its_list_filtered(tmp_path):
+    checkpoint = torch.load(util.pretrained_name_to_path("7net-0"), weights_only=False, map_location="cpu")
+    checkpoint["config"]["act_radial"] = "sigmoid"
+    torch.save(checkpoint, tmp_path / "mine.pth")
+    wrapper = SevenNetWrapper(tmp_path / "mine.pth", trust_pickle=True).double()
+    assert not wrapper.distribution_spec.ignores_longer_edges
+    shown, longer = (wrapper(contract_data(silica(), wrapper.cutoff + skin)) for skin in (0.0, 1.0))
+    assert (longer["forces"] - shown["forces"]).abs().max() > 1e-6
+
+
+def water(moved):
+    """Two molecules in a box of 4000 Å, far from its origin, wrapped into it."""
+    atoms = molecule("H2O") + molecule("H2O")
+    atoms.positions[3:] = atoms.positions[3:, [2, 0, 1]] + [1.5, 2.2, 0.4]
+    atoms = Atoms(atoms.numbers, atoms.positions + [500.3, 500.7, 500.1] + moved, cell=[4000, 4000, 4000], pbc=True)
+    atoms.wrap()
+    return atoms
+
+
+@pytest.mark.parametrize("moved", [1000.0, 3498.7], ids=["moved", "moved onto the box's corner"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)], ids=str)
+def test_case_11_water_far_from_the_origin(dtype, tolerance, moved):
+    """Float32's last digit at 1500 Å is 1e-4 Å. Energy, forces and virial."""
+    wrapper = SevenNetWrapper().to(dtype)
+    before, after = (wrapper(contract_data(water(by), wrapper.cutoff)) for by in (0.0, moved))
+    for name, unit in {"energy": 1, "forces": 1, "stress": 4000**3}.items():
+        assert (after[name] - before[name]).abs().max() * unit < tolerance, name
+
+
+def test_case_11_the_reverse_has_differences_in_float64_too():
+    wrapper = SevenNetWrapper().double()
+    single = contract_data(water(3498.7), wrapper.cutoff, torch.float32)
+    double = {name: field.double() if field.is_floating_point() else field for name, field in single.items()}
+    expected, results = wrapper(double), wrapper(single)
+    for name, value in expected.items():
+        torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
 
 
 def test_elements_and_cutoff_are_the_models(wrapper):

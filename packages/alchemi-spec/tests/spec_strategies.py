@@ -86,6 +86,7 @@ def specs(draw, distributions=distributions, kinds=None):
         output_kinds=output_kinds,
         owned_only_outputs=draw(listed(OutputKind.PER_NODE)),
         all_reduce_outputs=draw(listed(OutputKind.PER_GRAPH)),
+        ignores_longer_edges=draw(st.booleans()),
         compile=draw(st.sampled_from(COMPILES)),
     )
 
@@ -127,5 +128,6 @@ RICH = MLIPSpec(
     ),
     owned_only_outputs={"forces"},
     all_reduce_outputs={"energy", "stress"},
+    ignores_longer_edges=True,
 )
 """One with something in every field."""

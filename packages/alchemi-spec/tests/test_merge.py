@@ -110,6 +110,7 @@ def holds(whole, part):
     assert a.per_system_reduce is b.per_system_reduce and a.policy | b.policy == a.policy
     assert all(part.output_kinds[k] in (whole.output_kinds[k], OutputKind.UNKNOWN) for k in part.output_kinds)
     assert whole.owned_only_outputs >= part.owned_only_outputs and whole.all_reduce_outputs >= part.all_reduce_outputs
+    assert part.ignores_longer_edges or not whole.ignores_longer_edges
     assert whole.compile | part.compile == whole.compile
     assert set(whole.name.split("+")) >= set(part.name.split("+"))
 
@@ -140,6 +141,12 @@ def test_merging_specifications_is_associative(a, b, c):
     left, right = merged(a, b), merged(b, c)
     if left is not None and right is not None and (one := merged(left, c)) and (other := merged(a, right)):
         assert one == other
+
+
+@pytest.mark.parametrize(("a", "b"), list(product([True, False], repeat=2)))
+def test_longer_edges_may_be_shown_where_both_ignore_them(a, b):
+    specs = [SPEC_MPNN_HALO.replaced(ignores_longer_edges=ignores) for ignores in (a, b)]
+    assert (specs[0] | specs[1]).ignores_longer_edges is (a and b)
 
 
 def test_presets_that_go_together_merge():

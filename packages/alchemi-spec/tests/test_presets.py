@@ -22,6 +22,10 @@ def test_presets_differ_in_more_than_their_names(a, b):
     assert PRESETS[a].replaced(name="x") != PRESETS[b].replaced(name="x")
 
 
+def test_none_speaks_for_the_envelopes_of_all_models_that_share_it():
+    assert not any(spec.ignores_longer_edges for spec in PRESETS.values())
+
+
 def test_each_says_what_makes_it_differ():
     body = ast.parse(inspect.getsource(presets)).body
     documented = {

@@ -93,6 +93,7 @@ def test_what_is_no_specification_is_refused_in_plain_words(path):
     assert "is not JSON" in refusal(path, "{'name'")
     assert "is not a specification" in refusal(path, "[]")
     assert "output_kinds.energy" in refusal(path, whole | {"output_kinds": {"energy": "per_atom"}})
+    assert "ignores_longer_edges" in refusal(path, whole | {"ignores_longer_edges": "some"})
     path.write_bytes(b"\xff")
     with pytest.raises(SpecError, match="is not JSON"):
         MLIPSpec.load(path)

@@ -17,7 +17,7 @@ class LennardJones(nn.Module):
 
     sigma: Tensor
     epsilon: Tensor
-    distribution_spec = SPEC_LJ_HALO
+    distribution_spec = SPEC_LJ_HALO.replaced(ignores_longer_edges=True)
     elements = None
 
     def __init__(self, sigma: float = 3.4, epsilon: float = 0.010341, cutoff: float = 8.5) -> None:

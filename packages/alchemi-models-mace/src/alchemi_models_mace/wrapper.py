@@ -9,21 +9,36 @@ from unittest.mock import patch
 
 import torch
 from mace.calculators import foundations_models  # before e3nn is used: it allows what torch's safe loading refuses
+from mace.modules import MACE, ScaleShiftMACE, blocks
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
-from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
+from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
+MASKED_BY_FEATURES = {
+    blocks.RealAgnosticInteractionBlock,
+    blocks.RealAgnosticResidualInteractionBlock,
+    blocks.RealAgnosticDensityInteractionBlock,
+    blocks.RealAgnosticDensityResidualInteractionBlock,
+}
+"""Interactions to which an edge without radial features is nothing: their networks have no bias."""
+MASKED_BY_CUTOFF = MASKED_BY_FEATURES | {
+    blocks.RealAgnosticAttResidualInteractionBlock,
+    blocks.RealAgnosticResidualNonLinearInteractionBlock,
+}
+"""Interactions to which an edge is nothing if the envelope is multiplied last (`apply_cutoff=False`)."""
 
 
 class MACEWrapper(nn.Module):
     """Any MACE model that `mace-torch` makes or loads, with e3nn or cuEquivariance kernels.
 
-    `wrapper(data, outputs)` computes in the model's dtype: `wrapper.double()` and `wrapper.float()` change it. The
+    `wrapper(data, outputs)` computes in the model's dtype: `wrapper.double()` and `wrapper.float()` change it. Differences of
+    positions are formed in the wider of theirs and the model's, then cast; a scripted model forms them in its own. The
     gradient is taken with respect to positions and strain; the parameters are left as they are.
     """
 
-    distribution_spec = SPEC_MPNN_HALO
+    distribution_spec: MLIPSpec
 
     def __init__(self, model: nn.Module, head: str | None = None) -> None:
         """Wrap a live model. `head`: which of a multi-head model's; default its last, as in MACE's own calculator.
@@ -41,6 +56,7 @@ class MACEWrapper(nn.Module):
         self.cutoff = float(model.r_max)  # type: ignore[arg-type]
         numbers = [int(z) for z in model.atomic_numbers]  # type: ignore[union-attr]
         self.elements = frozenset(numbers)
+        self.distribution_spec = SPEC_MPNN_HALO.replaced(ignores_longer_edges=_ignores_longer_edges(model))
         onehot = torch.zeros(max(numbers) + 1, len(numbers))
         onehot[numbers, range(len(numbers))] = 1
         self.register_buffer("onehot", onehot.to(self.dtype), persistent=False)
@@ -96,7 +112,7 @@ class MACEWrapper(nn.Module):
     def forward(self, data: Mapping[str, Tensor], outputs: Sequence[str] = ALL_OUTPUTS) -> dict[str, Tensor]:
         """Energy (B,) in eV, forces (N, 3) in eV/Å, stress (B, 3, 3) in eV/Å^3, those of `outputs`."""
         receiver = data["edge_index"][1]
-        batch, dtype = data["batch"], self.dtype
+        batch, dtype = data["batch"], self._dtype_of_differences(data["positions"])
         cell = data["cell"].to(dtype)
         shifts = -data["edge_shifts"].to(dtype)  # MACE's vectors run from sender to receiver
         mace_data = {
@@ -112,14 +128,55 @@ class MACEWrapper(nn.Module):
             "displacement": torch.zeros(len(cell), 3, 3, dtype=dtype, device=cell.device).requires_grad_(),
         }
         want_stress = "stress" in outputs
-        with _reaching_fused_kernels(self.model, data["nodes"]):
+        with _casting_edges(self.model, dtype, self.dtype), _reaching_fused_kernels(self.model, data["nodes"]):
             result = self.model(
                 mace_data,
                 compute_force="forces" in outputs or want_stress,
                 compute_stress=want_stress,
                 compute_displacement=want_stress,
             )
-        return {name: result[name].detach() for name in outputs}
+        return {name: result[name].detach().to(self.dtype) for name in outputs}
+
+    def _dtype_of_differences(self, positions: Tensor) -> torch.dtype:
+        """The wider of the positions' and the model's. Scripted parts cannot be shown another than the model's."""
+        if any(isinstance(reader, ScriptModule) for reader in _readers_of_edges(self.model)):
+            return self.dtype
+        return torch.promote_types(positions.dtype, self.dtype)
+
+
+def _ignores_longer_edges(model: nn.Module) -> bool:
+    """Whether an edge beyond the cutoff adds exactly nothing: MACE masks its envelope, but two interactions mix in more."""
+    if type(model) not in (MACE, ScaleShiftMACE):
+        return False
+    last = not getattr(model.radial_embedding, "apply_cutoff", True)
+    masked = all(type(block) in (MASKED_BY_CUTOFF if last else MASKED_BY_FEATURES) for block in model.interactions)  # type: ignore[union-attr]
+    return masked and _reach_of_repulsion(model) <= float(model.r_max)  # type: ignore[arg-type]
+
+
+def _reach_of_repulsion(model: nn.Module) -> float:
+    """The longest pair that ZBL repulsion acts on: the sum of two covalent radii, in Å; 0 without repulsion."""
+    if not hasattr(model, "pair_repulsion"):
+        return 0.0
+    return 2 * float(model.pair_repulsion_fn.covalent_radii[model.atomic_numbers].max())  # type: ignore[index,union-attr]
+
+
+def _readers_of_edges(model: nn.Module) -> list[nn.Module]:
+    """The parts of MACE that are called with edge vectors or lengths, as their first argument."""
+    names = ("spherical_harmonics", "radial_embedding", "pair_repulsion_fn")
+    return [getattr(model, name) for name in names if hasattr(model, name)]
+
+
+@contextmanager
+def _casting_edges(model: nn.Module, found: torch.dtype, dtype: torch.dtype) -> Iterator[None]:
+    """While open, edge vectors and lengths, which MACE forms in the positions' dtype `found`, are read as `dtype`."""
+
+    def cast(_: nn.Module, edges: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (edges[0].to(dtype), *edges[1:])
+
+    with ExitStack() as hooks:
+        for reader in _readers_of_edges(model) if found != dtype else []:
+            hooks.callback(reader.register_forward_pre_hook(cast).remove)
+        yield
 
 
 def _download(name: str) -> nn.Module:

@@ -1,4 +1,7 @@
-"""SevenNet (Park et al., J. Chem. Theory Comput. 2024, 20, 4857) behind alchemi-spec's contract; the model is not modified."""
+"""SevenNet (Park et al., J. Chem. Theory Comput. 2024, 20, 4857) behind alchemi-spec's contract.
+
+Two parts of a model are wrapped once it is loaded, its one-hot layer and its envelope; `sevenn` itself is not modified.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,10 +9,12 @@ from pathlib import Path
 import sevenn._keys as KEY
 import torch
 from sevenn import util
+from sevenn._const import ACTIVATION
+from sevenn.nn.edge_embedding import EdgeEmbedding
 from sevenn.nn.node_embedding import OnehotEmbedding
 from torch import Tensor, nn
 
-from alchemi_spec import SPEC_MPNN_HALO, UntrustedPickle
+from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 VOIGT = torch.tensor([[0, 3, 5], [3, 1, 4], [5, 4, 2]])
@@ -17,9 +22,12 @@ VOIGT = torch.tensor([[0, 3, 5], [3, 1, 4], [5, 4, 2]])
 
 
 class SevenNetWrapper(nn.Module):
-    """A pretrained SevenNet by name, or a checkpoint file. Computes in the model's dtype: `wrapper.double()` changes it."""
+    """A pretrained SevenNet by name, or a checkpoint file. Computes in the model's dtype: `wrapper.double()` changes it.
 
-    distribution_spec = SPEC_MPNN_HALO
+    Differences of positions are formed in the wider of theirs and the model's, then cast.
+    """
+
+    distribution_spec: MLIPSpec
 
     def __init__(self, name: str | Path = "7net-0", *, modal: str | None = None, trust_pickle: bool = False) -> None:
         """Load `name`. `modal`: which fidelity of a multi-fidelity model.
@@ -44,10 +52,15 @@ class SevenNetWrapper(nn.Module):
         for key, module in list(model._modules.items()):
             if isinstance(module, OnehotEmbedding):
                 model.replace_module(key, _OnehotInModelDtype(module, model))
+            if isinstance(module, EdgeEmbedding):
+                module.cutoff_function = _MaskedEnvelope(module.cutoff_function, checkpoint.config[KEY.CUTOFF])
         model.eval_modal_map = False  # the fidelity's number is given, instead of its name
         self.model, self.modal = model, model.modal_map[modal] if fidelities else None
         self.cutoff = float(checkpoint.config[KEY.CUTOFF])
         self.elements = frozenset(int(z) for z in checkpoint.config[KEY.TYPE_MAP])
+        # an edge without radial features is nothing to a network of no bias whose activation leaves zero as it is
+        leaves_zero = ACTIVATION[checkpoint.config[KEY.ACTIVATION_RADIAL]](torch.zeros(1)).item() == 0
+        self.distribution_spec = SPEC_MPNN_HALO.replaced(ignores_longer_edges=leaves_zero)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -57,9 +70,10 @@ class SevenNetWrapper(nn.Module):
     def forward(self, data: Mapping[str, Tensor], outputs: Sequence[str] = ALL_OUTPUTS) -> dict[str, Tensor]:
         """Energy (B,) in eV, forces (N, 3) in eV/Å, stress (B, 3, 3) in eV/Å^3, those of `outputs`."""
         sender, receiver = data["edge_index"]
-        positions, cell = data["positions"].detach(), data["cell"]
+        wide = torch.promote_types(data["positions"].dtype, self.dtype)
+        positions, cell, shifts = (data[name].detach().to(wide) for name in ("positions", "cell", "edge_shifts"))
         lattice = cell[data["batch"][receiver]]
-        vectors = positions[sender] - positions[receiver] + torch.einsum("ei,eij->ej", data["edge_shifts"], lattice)
+        vectors = positions[sender] - positions[receiver] + torch.einsum("ei,eij->ej", shifts, lattice)
         graph = {
             KEY.ATOMIC_NUMBERS: data["atomic_numbers"],
             KEY.NODE_FEATURE: data["atomic_numbers"],
@@ -78,6 +92,17 @@ class SevenNetWrapper(nn.Module):
             "stress": -result[KEY.PRED_STRESS][:, VOIGT.to(cell.device)],
         }
         return {name: found[name].detach() for name in outputs}
+
+
+class _MaskedEnvelope(nn.Module):
+    """SevenNet's envelopes are polynomials that touch zero at the cutoff and grow again beyond; this one stays there."""
+
+    def __init__(self, envelope: nn.Module, cutoff: float) -> None:
+        super().__init__()
+        self.envelope, self.cutoff = envelope, float(cutoff)
+
+    def forward(self, r: Tensor) -> Tensor:
+        return self.envelope(r) * (r < self.cutoff)  # type: ignore[no-any-return]
 
 
 class _OnehotInModelDtype(nn.Module):

@@ -104,6 +104,9 @@ class MLIPSpec(Value):
     `owned_only_outputs`: per-node outputs whose owned rows are whole as they come; the ghosts' rows of the others are
     summed into their owners. `all_reduce_outputs`: per-graph outputs that come as each rank's partial; they are summed at
     the end.
+
+    `ignores_longer_edges`: edges longer than the model's cutoff change nothing, so that a list with a skin may be shown as
+    it is; otherwise it is filtered at each step. A model's to declare; no preset does.
     """
 
     version: Literal[1] = 1
@@ -116,6 +119,7 @@ class MLIPSpec(Value):
     }
     owned_only_outputs: Names = frozenset()
     all_reduce_outputs: Names = frozenset()
+    ignores_longer_edges: bool = False
     compile: CompilePolicy = CompilePolicy()
 
     @model_validator(mode="after")
@@ -149,6 +153,7 @@ class MLIPSpec(Value):
             output_kinds={**kinds, **others, **both},
             owned_only_outputs=_listed("owned_only_outputs", self, other),
             all_reduce_outputs=_listed("all_reduce_outputs", self, other),
+            ignores_longer_edges=self.ignores_longer_edges and other.ignores_longer_edges,
             compile=self.compile | other.compile,
         )
 
