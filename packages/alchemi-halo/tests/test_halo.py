@@ -37,11 +37,14 @@ def brute_force(positions, cell, pbc, cutoff):
     return {(int(a), int(b), *map(int, shifts[c])) for a, b, c in zip(r, s, k, strict=True)}
 
 
-def shared_edges(comm, positions, batch, cell, pbc, cutoff):
+BISECTION = HaloStrategy()
+
+
+def shared_edges(comm, positions, batch, cell, pbc, cutoff, halo=BISECTION):
     """The edges of all ranks by global ids, through the routing itself; and the owned and ghost counts."""
-    halo = HaloStrategy()
-    owner = halo.owners(positions, batch, cell, pbc, comm.size)
-    mine = (owner == comm.rank).nonzero().flatten()
+    dealt = slice(comm.rank, None, comm.size)  # no rank needs all atoms to find who owns them
+    partition = halo.partition(positions[dealt], batch[dealt], cell, pbc, comm)
+    mine = (partition.owners(positions, batch, cell, pbc) == comm.rank).nonzero().flatten()
     routing, (sender, receiver), shifts = halo.connect(positions[mine], batch[mine], cell, pbc, cutoff, comm)
     ids = routing.padded(mine)
     assert len(ids) == routing.n_owned + routing.n_ghost == len(ids.unique())
@@ -122,6 +125,20 @@ def test_case_6_slabs_thinner_than_the_cutoff(comm):
     same_edges(comm, positions, cell, ALL, 6.0)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("pbc", [ALL, ~ALL], ids=["periodic", "open"])
+def test_atoms_thousands_of_ångströms_apart(comm, pbc):
+    side = 4000.0
+    near = torch.tensor([[0.02, 0.16, side - 1.68], [side - 1, side - 0.6, side - 0.04], [side - 1.1, side, 0.3]], dtype=F64)
+    cell = torch.eye(3, dtype=F64) * side
+    found, _ = shared_edges(comm, near, torch.zeros(3, dtype=torch.long), cell[None], pbc[None], 4.5)
+    assert set(found) == brute_force(near, cell, pbc, 4.5) and len(found) == (6 if pbc.all() else 0)
+    thin = torch.diag(torch.tensor([side, side, 3.0], dtype=F64))
+    flat = torch.cat([near, near[:1] + torch.tensor([2.0, 1, 1])]) % 3990.0
+    found, _ = shared_edges(comm, flat, torch.zeros(4, dtype=torch.long), thin[None], pbc[None], 4.5)
+    assert set(found) == brute_force(flat, thin, pbc, 4.5) and found
+
+
 @ranks(3)
 def test_systems_of_a_batch_do_not_see_each_other(comm):
     systems = [random_system(seed) for seed in (3, 4, 5)]
@@ -136,21 +153,130 @@ def test_systems_of_a_batch_do_not_see_each_other(comm):
     assert len(found) == len(set(found)) and set(found) == expected
 
 
-@pytest.mark.parametrize("n_ranks", [2, 3, 5, 7, 13])
-@pytest.mark.parametrize("box", [(20, 20, 20), (60, 8, 8), (40, 40, 5)])
-def test_owned_atoms_are_balanced(n_ranks, box):
-    positions = torch.rand(1000, 3, dtype=F64) * torch.tensor(box)
-    cell = torch.diag(torch.tensor(box, dtype=F64))[None]
-    owner = HaloStrategy().owners(positions, torch.zeros(1000, dtype=torch.long), cell, ALL[None], n_ranks)
-    counts = torch.bincount(owner, minlength=n_ranks)
-    assert counts.sum() == 1000 and counts.max() <= 1.15 * 1000 / n_ranks and counts.min() > 0
+def slab(g):
+    return fcc(3.6, 6)[0] * torch.tensor([1, 1, 0.5]), torch.diag(torch.tensor([21.6, 21.6, 70], dtype=F64)), ALL
 
 
-def test_many_small_systems_are_balanced_too():
-    batch = torch.arange(10).repeat_interleave(3)
-    cell = torch.zeros(10, 3, 3, dtype=F64)
-    owner = HaloStrategy().owners(torch.rand(30, 3), batch, cell, torch.zeros(10, 3, dtype=torch.bool), 4)
-    assert torch.bincount(owner, minlength=4).max() <= 9
+def cluster(g):
+    return torch.randn(2000, 3, dtype=F64, generator=g) * 8, torch.zeros(3, 3, dtype=F64), ~ALL
+
+
+def density_step(g):
+    thin, dense = torch.rand(300, 3, dtype=F64, generator=g), torch.rand(2700, 3, dtype=F64, generator=g)
+    both = torch.cat([thin, dense * torch.tensor([0.2, 1, 1]) + torch.tensor([0.8, 0, 0])])
+    cell = torch.tensor([[40, 0, 0], [12, 30, 0], [-9, 5, 25]], dtype=F64)
+    return both @ cell, cell, ALL
+
+
+def crystal(g):
+    positions, cell = fcc(3.6, 8)
+    return positions, cell[0], ALL
+
+
+def gas(g):
+    pbc = torch.tensor([True, False, True])
+    return torch.rand(1000, 3, dtype=F64, generator=g) * 30 - 50, torch.eye(3, dtype=F64) * 30, pbc
+
+
+@pytest.mark.parametrize("n_ranks", [2, 3, 5, 7, 13, 64])
+@pytest.mark.parametrize("shape", [slab, cluster, density_step, crystal, gas])
+def test_case_19_owned_atoms_are_balanced(n_ranks, shape):
+    positions, cell, pbc = shape(torch.Generator().manual_seed(0))
+    batch, one = torch.zeros(len(positions), dtype=torch.long), (cell[None], pbc[None])
+    partition = HaloStrategy().partition(positions, batch, *one, Comm(), n_ranks=n_ranks)
+    counts = torch.bincount(partition.owners(positions, batch, *one), minlength=n_ranks)
+    mean = len(positions) / n_ranks
+    assert counts.sum() == len(positions) and counts.max() <= max(1.02 * mean, mean + 1) and counts.min() >= 0.95 * mean - 1
+
+
+@ranks(3)
+def test_cuts_do_not_depend_on_who_had_the_atoms(comm):
+    positions, cell, pbc = density_step(torch.Generator().manual_seed(0))
+    batch, one = torch.zeros(len(positions), dtype=torch.long), (cell[None], pbc[None])
+    mine = torch.arange(len(positions)) % 2 == comm.rank  # rank 2 has none
+    split, alone = (
+        HaloStrategy().partition(positions[rows], batch[rows], *one, by, n_ranks=7).owners(positions, batch, *one)
+        for rows, by in ((mine, comm), (slice(None), Comm()))
+    )
+    assert torch.equal(split, alone) and len(alone.unique()) == 7
+
+
+def test_weights_are_balanced_instead_of_numbers():
+    g = torch.Generator().manual_seed(0)
+    positions, batch = torch.rand(4000, 3, dtype=F64, generator=g) * 20, torch.zeros(4000, dtype=torch.long)
+    weights = torch.where(positions[:, 0] < 5, 9.0, 1.0) * 1.7e-6  # seconds, say
+    one = torch.eye(3, dtype=F64)[None] * 20, ALL[None]
+    owner = HaloStrategy().partition(positions, batch, *one, Comm(), weights, n_ranks=5).owners(positions, batch, *one)
+    loads = torch.zeros(5).index_add_(0, owner, weights.float())
+    assert loads.max() / loads.mean() < 1.02 and torch.bincount(owner).max() > 1.5 * 800
+
+
+def test_cuts_move_with_the_cell():
+    positions, cell, pbc = crystal(None)
+    batch = torch.zeros(len(positions), dtype=torch.long)
+    partition = HaloStrategy().partition(positions, batch, cell[None], pbc[None], Comm(), n_ranks=6)
+    strain = torch.eye(3, dtype=F64) + torch.tensor([[0.1, 0.05, 0], [0, -0.1, 0.02], [0, 0, 0.03]])
+    before = partition.owners(positions, batch, cell[None], pbc[None])
+    inner = positions + 1e-3  # off the faces of the cell, where round-off decides
+    before = partition.owners(inner, batch, cell[None], pbc[None])
+    assert torch.equal(before, partition.owners(inner @ strain, batch, (cell @ strain)[None], pbc[None]))
+
+
+@pytest.mark.parametrize("sizes", [[300, 30, 300], [40] * 3, [1000, 1], [5], [0, 7, 0, 90]])
+def test_systems_of_a_batch_are_cut_among_as_few_ranks_as_need_be(sizes):
+    batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    positions = torch.rand(len(batch), 3, dtype=F64) * 10
+    many = torch.eye(3, dtype=F64).repeat(len(sizes), 1, 1) * 10, ALL.repeat(len(sizes), 1)
+    owner = HaloStrategy().partition(positions, batch, *many, Comm(), n_ranks=4).owners(positions, batch, *many)
+    assert torch.bincount(owner, minlength=4).max() <= len(batch) / 4 + 2
+    assert len(torch.stack([batch, owner]).unique(dim=1)[0]) <= len(sizes) + 4
+
+
+def test_many_systems_are_dealt_out_whole():
+    sizes = torch.randint(1, 60, (50,), generator=torch.Generator().manual_seed(0))
+    batch = torch.repeat_interleave(torch.arange(50), sizes)
+    many = torch.zeros(50, 3, 3, dtype=F64), torch.zeros(50, 3, dtype=torch.bool)
+    positions = torch.rand(len(batch), 3, dtype=F64)
+    owner = HaloStrategy().partition(positions, batch, *many, Comm(), n_ranks=4).owners(positions, batch, *many)
+    assert torch.bincount(owner).max() <= 1.15 * len(batch) / 4
+    assert len(torch.stack([batch, owner]).unique(dim=1)[0]) == 50
+
+
+@ranks(4)
+@pytest.mark.parametrize("shape", [None, (4, 1, 1), (1, 2, 2)])
+def test_a_grid_of_ranks_finds_the_same_edges(comm, shape):
+    for seed in range(5):
+        positions, cell, pbc = random_system(seed)
+        batch, grid = torch.zeros(len(positions), dtype=torch.long), HaloStrategy("grid", shape)
+        found, _ = shared_edges(comm, positions, batch, cell[None], pbc[None], 3.5, grid)
+        assert len(found) == len(set(found)) and set(found) == brute_force(positions, cell, pbc, 3.5)
+
+
+def test_a_grid_has_the_smallest_surface_and_as_many_parts_as_ranks():
+    cell, pbc = torch.diag(torch.tensor([80.0, 20, 20], dtype=F64))[None], ALL[None]
+    positions, batch = torch.rand(5000, 3, dtype=F64) @ cell[0], torch.zeros(5000, dtype=torch.long)
+    grid = HaloStrategy("grid").partition(positions, batch, cell, pbc, Comm(), n_ranks=16)
+    assert grid.shape.tolist() == [[4, 2, 2]]
+    owner = grid.owners(positions, batch, cell, pbc)
+    x, y, z = (positions / torch.tensor([20.0, 10, 10])).floor().long().unbind(1)
+    assert torch.equal(owner, (x * 2 + y) * 2 + z)
+    with pytest.raises(ValueError, match=r"\(2, 2, 1\) has 4 parts, but there are 16"):
+        HaloStrategy("grid", (2, 2, 1)).partition(positions, batch, cell, pbc, Comm(), n_ranks=16)
+
+
+@ranks(5, 7, 13, timeout=240)
+def test_case_19_no_ghost_is_missing_on_a_prime_number_of_ranks(comm):
+    for positions, cell in (fcc(3.6, 3), (slab(None)[0][::3], slab(None)[1][None])):
+        same_edges(comm, rattled(positions, 0.1, 0), cell[0], ALL, 4.0)
+
+
+@ranks(1, 4)
+def test_the_search_need_not_know_how_large_the_cell_is(comm):
+    """A thin region of a wide cell is searched as if it were open; atoms many cells away from the first, too."""
+    g = torch.Generator().manual_seed(0)
+    cell = torch.tensor([[60.0, 0, 0], [20, 9, 0], [5, 3, 30]], dtype=F64)
+    positions = (torch.rand(70, 3, dtype=F64, generator=g) + torch.randint(-1, 2, (70, 3), generator=g)) @ cell
+    same_edges(comm, positions, cell, ALL, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Fractional coordinates for any cell: a frame has the lattice vectors where the system is periodic, unit vectors elsewhere."""
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ THINNEST = 1e-2
 
 @dataclass(frozen=True)
 class Frames:
-    """One frame for each of B systems, in float64 on the CPU.
+    """One frame for each of B systems, in float64; made on the CPU.
 
     `vectors` (B, 3, 3): rows span space; `inverse` (B, 3, 3); `heights` (B, 3): Å between the planes that bound the unit
     parallelepiped; `periodic` (B, 3).
@@ -32,7 +32,8 @@ class Frames:
             InvalidCell: naming the system whose periodic vectors are not finite, zero, or dependent.
 
         """
-        lattice = torch.where(pbc[..., None], cell.double(), 0.0)
+        pbc = pbc.cpu()
+        lattice = torch.where(pbc[..., None], cell.detach().double().cpu(), 0.0)
         finite = lattice.isfinite().all(-1).all(-1)
         if not finite.all():
             raise InvalidCell(
@@ -55,6 +56,10 @@ class Frames:
             )
         return cls(vectors, inverse, heights, pbc)
 
+    def to(self, device: torch.device) -> "Frames":
+        """The same frames on `device`."""
+        return Frames(*(t.to(device) for t in astuple(self)))
+
     def wrapped(self, positions: Tensor, batch: Tensor) -> Tensor:
         """Positions (N, 3) in Å -> fractional coordinates (N, 3), in [0, 1] along periodic directions."""
         fractional = torch.einsum("ni,nij->nj", positions.double(), self.inverse[batch])
@@ -62,20 +67,21 @@ class Frames:
 
     def bounds(self, fractional: Tensor, batch: Tensor) -> Tensor:
         """The lowest and highest coordinates (B, 2, 3) of atoms (N, 3); +inf and -inf for a system without any."""
-        start = torch.full((len(self.vectors), 3), torch.inf, dtype=torch.float64)
+        start = torch.full((len(self.vectors), 3), torch.inf, dtype=torch.float64, device=fractional.device)
         index = batch[:, None].expand_as(fractional)
         low = start.scatter_reduce(0, index, fractional, "amin")
         high = (-start).scatter_reduce(0, index, fractional, "amax")
         return torch.stack([low, high], dim=1)
 
-    def within(self, reach: float, bounds: Tensor, fractional: Tensor, batch: Tensor) -> Tensor:
-        """Which atoms (N,), or images of them, may lie within `reach` Å of the region `bounds` (B, 2, 3) of their system.
+    def within(self, reach: float, region: Tensor, low: Tensor, high: Tensor, system: Tensor) -> Tensor:
+        """Which boxes (n,) from `low` to `high` (n, 3) of their `system` (n,), or images of them, may come within `reach` Å.
 
-        Conservative: tests the distance between parallel planes, which no distance between points is below.
+        Of `region` (n or 1, 2, 3). Conservative: tests the distance between parallel planes, which no distance between
+        points is below. A point is a box from itself to itself.
         """
-        low, high = bounds[batch].unbind(1)
-        gap = torch.full_like(fractional, torch.inf)
+        periodic, heights = self.periodic[system], self.heights[system]
+        gap = torch.full_like(low, torch.inf)
         for image in (0.0, 1.0, -1.0):
-            outside = torch.maximum(low - fractional - image, fractional + image - high).clamp(min=0)
-            gap = torch.minimum(gap, outside if image == 0 else torch.where(self.periodic[batch], outside, torch.inf))
-        return (gap * self.heights[batch] <= reach).all(-1)
+            outside = torch.maximum(region[:, 0] - high - image, low + image - region[:, 1]).clamp(min=0)
+            gap = torch.minimum(gap, outside if image == 0 else torch.where(periodic, outside, torch.inf))
+        return (gap * heights <= reach).all(-1)

@@ -1,35 +1,56 @@
-"""Halo: partition by space. Owners by recursive bisection, ghosts by distance to the reader's region."""
+"""Halo: partition by space. Owners by recursive bisection or a grid, ghosts by distance to the reader's region."""
 
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor
 from vesin import NeighborList
 
+from alchemi_halo.cuts import Cuts, Grid, Partition
 from alchemi_halo.frames import Frames
-from alchemi_shardtensor import Comm, Edges, Routing
+from alchemi_shardtensor import Comm, Edges, Routing, packed_all_to_all
 
 SLACK = 1e-6
 """Å added to the reach of an offer, against round-off; what no edge reads is not kept."""
+MOST_CELLS = 1e5
+"""Above it vesin (0.6.2) takes fewer cells, in proportion, and divides by zero where that is none along a vector."""
+EVERYWHERE = torch.tensor([True, True, True])
 
 
+@dataclass(frozen=True)
 class HaloStrategy:
-    """Spatial decomposition. Tensors are on the CPU; positions are used as they are and never wrapped for the model."""
+    """Spatial decomposition, from each rank's own atoms alone, on the device that they are on.
 
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, n_ranks: int) -> Tensor:
-        """The rank (N,) that owns each atom: recursive bisection of each system's wrapped coordinates, by number of atoms.
+    `cuts`: recursive bisection, balanced for any distribution of atoms, or a regular grid of ranks, of `shape` or of the
+    smallest surface. Positions are used as they are and never wrapped for the model.
+    """
 
-        Berger and Bokhari, IEEE Trans. Comput. C-36 (1987) 570. Which rank gets a system's first part rotates from
-        system to system, so that the remainders of many small systems spread out.
+    cuts: Literal["bisection", "grid"] = "bisection"
+    shape: tuple[int, int, int] | None = None
+
+    def partition(
+        self,
+        positions: Tensor,
+        batch: Tensor,
+        cell: Tensor,
+        pbc: Tensor,
+        comm: Comm,
+        weights: Tensor | None = None,
+        n_ranks: int | None = None,
+    ) -> Partition:
+        """Share out space so that every rank's atoms (n, 3) Å have about the same sum of `weights` (n,), default 1 each.
+
+        Weights are costs, such as a rank's measured step time over its number of atoms. `n_ranks`: for other ranks than these,
+        on paper. Every rank must call it.
         """
+        n_ranks = comm.size if n_ranks is None else n_ranks
         frames = Frames.of(cell, pbc)
-        scaled = frames.wrapped(positions, batch) * frames.heights[batch]
-        owner = torch.empty(len(positions), dtype=torch.long)
-        for system in range(len(cell)):
-            rows = (batch == system).nonzero().flatten()
-            for part, members in enumerate(_bisect(scaled, rows, n_ranks)):
-                owner[members] = (part + system) % n_ranks
-        return owner
+        inside = frames.to(positions.device).wrapped(positions, batch)
+        if self.cuts == "grid":
+            return Grid.of(inside, batch, frames, comm, n_ranks, self.shape)
+        return Cuts.of(inside, batch, frames, comm, n_ranks, weights)
 
     def connect(
         self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
@@ -38,67 +59,103 @@ class HaloStrategy:
 
         For `depth` 2 all edges of those senders, too, and so on: what so many layers need that exchange nothing.
         `positions` (n_owned, 3) and `batch` (n_owned,) are this rank's, `cell` (B, 3, 3) and `pbc` (B, 3) all systems'.
-        Every rank must call it, also one without atoms.
+        Every rank must call it, also one without atoms. Bounds of regions are shared; atoms go only to peers within reach.
         """
-        frames, n = Frames.of(cell, pbc), len(positions)
+        frames, n = Frames.of(cell, pbc).to(positions.device), len(positions)
         inside = frames.wrapped(positions, batch)
-        regions = comm.all_gather(frames.bounds(inside, batch))
-        offers = [
-            frames.within(depth * cutoff + SLACK, regions[rank], inside, batch).nonzero().flatten()
-            if rank != comm.rank
-            else torch.empty(0, dtype=torch.long)
-            for rank in range(comm.size)
-        ]
+        mine = frames.bounds(inside, batch)
+        offers = _offers(inside, batch, frames, mine, depth * cutoff + SLACK, comm)
         offered, send = torch.cat(offers), [len(rows) for rows in offers]
         receive = comm.all_to_all(torch.tensor(send), [1] * comm.size, [1] * comm.size).tolist()
-        rows = torch.cat([positions.double(), batch[:, None].double()], dim=1)
-        candidates = comm.all_to_all(rows[offered], send, receive)
+        fields = positions.double(), batch
+        more = packed_all_to_all(comm, [field[offered] for field in fields], send, receive)
+        points, systems = (torch.cat(both) for both in zip(fields, more, strict=True))
 
-        points = torch.cat([rows, candidates])
-        sender, receiver, shifts = _pairs(points[:, :3], points[:, 3].long(), n, frames, cutoff, depth)
-        read = torch.zeros(len(candidates), dtype=torch.bool)
-        read[sender[sender >= n] - n] = True
+        sender, receiver, shifts = _pairs(points, systems, n, frames, mine, cutoff, depth)
+        read = torch.zeros(len(points), dtype=torch.bool, device=points.device)
+        read[sender] = True
+        read = read[n:]
         wanted = comm.all_to_all(read, receive, send)
-        local = torch.cat([torch.arange(n), n - 1 + read.long().cumsum(0)])
+        local = torch.cat([torch.arange(n, device=read.device), n - 1 + read.long().cumsum(0)])
         routing = Routing(comm, n, offered[wanted], _counts(wanted, send), _counts(read, receive))
         return Edges(routing, torch.stack([local[sender], local[receiver]]), shifts)
 
 
-def _bisect(scaled: Tensor, rows: Tensor, parts: int) -> list[Tensor]:
-    """Rows in `parts` groups of equal size, cut across the longest extent again and again."""
-    if parts == 1:
-        return [rows]
-    left = parts // 2
-    if len(rows):
-        extent = scaled[rows].amax(0) - scaled[rows].amin(0)
-        rows = rows[torch.argsort(scaled[rows, extent.argmax()], stable=True)]
-    cut = round(len(rows) * left / parts)
-    return _bisect(scaled, rows[:cut], left) + _bisect(scaled, rows[cut:], parts - left)
+def grid() -> HaloStrategy:
+    """The strategy `halo-grid`: a regular grid of ranks."""
+    return HaloStrategy(cuts="grid")
+
+
+def _offers(inside: Tensor, batch: Tensor, frames: Frames, mine: Tensor, reach: float, comm: Comm) -> list[Tensor]:
+    """For each rank the rows of mine that may lie within `reach` Å of its region; only regions near mine are looked at."""
+    present = mine[:, 0, 0].isfinite().nonzero().flatten()
+    regions = torch.cat([present[:, None].double(), mine[present].flatten(1)], dim=1)
+    counts = comm.all_gather(torch.tensor(len(regions))).tolist()
+    regions = comm.all_gather_rows(regions)
+    system, box = regions[:, 0].long(), regions[:, 1:].view(-1, 2, 3)
+    own = mine[system]
+    near = frames.within(reach, box, own[:, 0], own[:, 1], system) & own[:, 0, 0].isfinite()
+    owner = torch.repeat_interleave(torch.arange(comm.size), torch.tensor(counts)).tolist()
+    offers = [torch.zeros(0, dtype=torch.long, device=inside.device)] * comm.size
+    for k in near.nonzero().flatten().tolist():
+        if owner[k] != comm.rank:
+            rows = (batch == system[k]).nonzero().flatten()
+            close = frames.within(reach, box[k : k + 1], inside[rows], inside[rows], batch[rows])
+            offers[owner[k]] = torch.cat([offers[owner[k]], rows[close]])
+    return offers
 
 
 def _pairs(
-    points: Tensor, batch: Tensor, n_owned: int, frames: Frames, cutoff: float, depth: int
+    points: Tensor, batch: Tensor, n_owned: int, frames: Frames, bounds: Tensor, cutoff: float, depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Senders (E,), receivers (E,) and shifts (E, 3) of the pairs within `cutoff`, sorted by receiver.
 
     Receivers are owned, or send to an owned one over fewer than `depth` edges.
     """
-    search = NeighborList(cutoff=cutoff, full_list=True, sorted=True, n_threads=torch.get_num_threads())
-    found = []
+    found = [
+        (*(torch.empty(0, dtype=torch.long, device=points.device) for _ in range(2)), points.new_empty(0, 3)),
+    ]
     for system in batch[:n_owned].unique().tolist():
         rows = (batch == system).nonzero().flatten()
-        box, periodic = frames.vectors[system].numpy(), frames.periodic[system].numpy()
-        i, j, shift = map(torch.from_numpy, search.compute(points[rows].numpy(), box, periodic, "ijS"))
-        i, j, receives = i.long(), j.long(), rows < n_owned
+        near, image, box = _beside(points[rows], system, frames, bounds[system], depth * cutoff + SLACK)
+        i, j, shift = _search(near, box, cutoff)
+        receives = rows < n_owned
         for _ in range(depth - 1):
             receives[j[receives[i]]] = True
         kept = receives[i]
-        found.append((rows[j[kept]], rows[i[kept]], shift[kept].double()))
-    if not found:
-        return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long), torch.empty(0, 3, dtype=torch.float64)
+        i, j, shift = i[kept], j[kept], shift[kept]
+        found.append((rows[j], rows[i], shift + image[j] - image[i]))
     sender, receiver, shifts = (torch.cat(parts) for parts in zip(*found, strict=True))
-    order = torch.argsort(receiver, stable=True)
-    return sender[order], receiver[order], shifts[order]
+    if len(found) > 2:  # one system's are sorted
+        order = torch.argsort(receiver, stable=True)
+        return sender[order], receiver[order], shifts[order]
+    return sender, receiver, shifts
+
+
+def _search(points: Tensor, box: Tensor, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Receivers (E,), in order, senders (E,) and shifts (E, 3) of the pairs within `cutoff` in a periodic box."""
+    heights, reach = 1 / torch.linalg.vector_norm(torch.linalg.inv(box.cpu()), dim=0), cutoff
+    while (cells := (heights / reach).floor().clamp(min=1)).prod() > MOST_CELLS * max(1.0, cells.min().item() ** 3 / 8):
+        reach *= 1.1
+    search = NeighborList(cutoff=reach, full_list=True, sorted=True, n_threads=torch.get_num_threads())
+    i, j, shift, distance = search.compute(points, box, EVERYWHERE, "ijSd")
+    near = slice(None) if reach == cutoff else distance <= cutoff
+    return i.long()[near], j.long()[near], shift[near].double()
+
+
+def _beside(points: Tensor, system: int, frames: Frames, bounds: Tensor, reach: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Each atom's image beside the region, how many cells (n, 3) it was moved, and a box that is periodic everywhere.
+
+    Where the region and what is read from all sides of it are thinner than the cell, each atom has one image there, and the
+    search need not know how large the cell is: there, and where the system is open, the box is as wide as the atoms and
+    `reach`, so that its own images are out of reach.
+    """
+    fractional, margin = points @ frames.inverse[system], reach / frames.heights[system]
+    thin = frames.periodic[system] & (bounds[1] - bounds[0] + 2 * margin < 1)
+    image = torch.where(thin, -torch.floor(fractional - (bounds[0] - margin)), 0.0)
+    low, high = torch.aminmax(fractional + image, dim=0)
+    width = torch.where(frames.periodic[system] & ~thin, 1.0, high - low + 1.01 * margin)
+    return points + image @ frames.vectors[system], image, width[:, None] * frames.vectors[system]
 
 
 def _counts(mask: Tensor, splits: list[int]) -> tuple[int, ...]:

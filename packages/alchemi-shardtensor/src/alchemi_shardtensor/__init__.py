@@ -5,6 +5,7 @@ from alchemi_shardtensor.collectives import (
     all_gather_rows,
     max_over_ranks,
     min_over_ranks,
+    packed_all_to_all,
     reduce_scatter_rows,
     sum_over_ranks,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "handles",
     "max_over_ranks",
     "min_over_ranks",
+    "packed_all_to_all",
     "plain",
     "points_at",
     "reduce_scatter_rows",

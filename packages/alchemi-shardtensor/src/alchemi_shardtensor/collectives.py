@@ -27,6 +27,7 @@ class Travel(torch.autograd.Function):
         comm.traffic.exchanges += not homeward
         comm.traffic.reverses += homeward
         comm.traffic.bytes += sum(field.nbytes for field in fields)
+        comm.traffic.messages += sum(n > 0 for rank, n in enumerate(send) if rank != comm.rank)
         comm.traffic.tracked += any(ctx.needs_input_grad)
         ctx.mark_non_differentiable(*(g for g in got if not _is_real(g)))
         return tuple(got)

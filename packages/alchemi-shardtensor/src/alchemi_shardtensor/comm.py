@@ -19,14 +19,15 @@ from alchemi_spec import AlchemiError, RankFailure
 class Traffic:
     """What a rank has sent: calls of each kind, and the bytes of its own rows in exchanges and reverses.
 
-    `host_syncs`: how often it waited for its device, where `testing.count_traffic` counts that. `tracked`: collectives that a
-    backward pass has to repeat.
+    `messages`: to how many peers these went. `host_syncs`: how often it waited for its device, where `testing.count_traffic`
+    counts that. `tracked`: collectives that a backward pass has to repeat.
     """
 
     exchanges: int = 0
     reverses: int = 0
     reductions: int = 0
     bytes: int = 0
+    messages: int = 0
     host_syncs: int = 0
     tracked: int = 0
 
