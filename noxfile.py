@@ -88,13 +88,19 @@ def tests(session: nox.Session, package: str) -> None:
         if package == "alchemi-spec":
             session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
     folder = ROOT / "packages" / package
-    session.run("pytest", "-c", "pyproject.toml", str(folder))
+    session.run("pytest", "-c", "pyproject.toml", str(folder), "-m", "not long")
 
 
 @nox.session(venv_backend="none")
 def together(session: nox.Session) -> None:
     """Real models through all packages on 1, 2, 3 and 4 gloo ranks."""
     in_workspace(session, "pytest", "tests", "-m", "not gpu")
+
+
+@nox.session(venv_backend="none", default=False)
+def long(session: nox.Session) -> None:
+    """Whole trajectories: thousands of steps, each compared with one process. 20 minutes on two cores."""
+    in_workspace(session, "pytest", "packages/alchemi-dist/tests", "-m", "long")
 
 
 @nox.session(venv_backend="none")

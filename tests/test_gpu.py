@@ -7,7 +7,8 @@ from graphs import LAYOUTS, UNEVEN, RandomGraph
 from small_mace import silica, small_mace
 from test_layouts import equalised, layers
 
-from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, RankPool, ShardedBatch
+from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, LennardJones, RankPool, ShardedBatch
+from alchemi_dist.dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulation, thermalize
 from alchemi_dist.evaluate import TOLERANCE
 from alchemi_models_mace import MACEWrapper
 from alchemi_shardtensor import all_gather_rows, max_over_ranks, reduce_scatter_rows, sum_over_ranks
@@ -151,3 +152,66 @@ def test_a_steady_step_never_waits_for_the_device(pools, n_ranks, layout):
     for traffic in pools(n_ranks).run(steady_step, layout, timeout=120):
         assert traffic.host_syncs == 0
         assert traffic.reverses == (3 if n_ranks > 1 else 0)
+
+
+ENSEMBLES = {
+    "nve": lambda: NVE(2.0),
+    "langevin": lambda: Langevin(2.0, 200.0, seed=5),
+    "nvt": lambda: NoseHooverChain(2.0, 200.0, damping=40.0),
+    "npt": lambda: NPT(2.0, 200.0, pressure=0.003, damping=40.0, pressure_damping=100.0, shape="full"),
+    "relax": lambda: FIRE(fmax=1e-5, cell="isotropic"),
+}
+
+
+def moving(comm, name, ensemble):
+    model, atoms = CASES[name]()
+    config = DomainConfig(comm)
+    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    simulation = Simulation(Domain(DistributedModel(model.double(), config), batch, 0.4), ENSEMBLES[ensemble]())
+    thermalize(simulation.state, 200.0, seed=1)
+    return simulation
+
+
+def trajectory(comm, name, ensemble):
+    """Positions and cell after 40 steps, with fast atoms so that lists are made anew."""
+    simulation = moving(comm, name, ensemble)
+    simulation.state.velocities.mul_(3.0 if ensemble == "nve" else 1.0)
+    simulation.run(40)
+    state = simulation.state
+    return simulation.domain.batch.gather(state.positions).cpu(), state.cell.cpu(), simulation.rebuilds
+
+
+@pytest.mark.parametrize("ensemble", ENSEMBLES)
+@pytest.mark.parametrize("name", ["lj", "mace"])
+@pytest.mark.parametrize("n_ranks", N_RANKS)
+def test_trajectories_on_gpus_equal_one_process_on_the_cpu(pools, n_ranks, name, ensemble):
+    positions, cell, rebuilds = pools(1, "cpu").run(trajectory, name, ensemble)[0]
+    assert rebuilds > 0 or ensemble != "nve"
+    for result in pools(n_ranks).run(trajectory, name, ensemble, timeout=240):
+        torch.testing.assert_close(result[0], positions, rtol=0, atol=1e-8)
+        torch.testing.assert_close(result[1], cell, rtol=0, atol=1e-8)
+
+
+def block(comm, name, ensemble):
+    """Traffic of a step between rebuilds, in which torch raises where the host waits for the device."""
+    simulation = moving(comm, name, ensemble)
+    for step in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        try:
+            simulation.start()
+            with count_traffic(comm) as traffic:
+                simulation.integrator.first_half(simulation.state)
+                simulation.domain.slack()
+                simulation._finish_step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return traffic
+
+
+@pytest.mark.parametrize("ensemble", ["nve", "langevin", "nvt", "npt"])
+@pytest.mark.parametrize(("name", "exchanges"), [("lj", 1), ("mace", 3)])
+@pytest.mark.parametrize("n_ranks", [n for n in N_RANKS if n <= GPUS])
+def test_a_step_between_rebuilds_never_waits_for_the_device(pools, n_ranks, name, exchanges, ensemble):
+    for traffic in pools(n_ranks).run(block, name, ensemble, timeout=120):
+        assert traffic.host_syncs == 0 and traffic.exchanges == (exchanges if n_ranks > 1 else 0)

@@ -12,8 +12,9 @@ from mace.calculators import MACECalculator
 from small_mace import silica, small_mace
 from typer.testing import CliRunner
 
-from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, ShardedBatch, load_model
+from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, ShardedBatch, load_model
 from alchemi_dist.cli import app
+from alchemi_dist.dynamics import NVE, Simulation, thermalize
 from alchemi_dist.evaluate import TOLERANCE
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_sevennet import SevenNetWrapper
@@ -170,3 +171,20 @@ def test_the_command_line_on_real_weights():
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["energy"][0] == pytest.approx(-247.43, abs=0.01) and max(report["parity"].values()) < 1e-5
+
+
+def moved(comm, model):
+    """Positions of hot silica after 12 steps under a thin skin."""
+    config = DomainConfig(comm)
+    batch = ShardedBatch.share(Batch.from_ase(silica(2)) if comm.rank == 0 else None, config)
+    simulation = Simulation(Domain(DistributedModel(model, config), batch, 0.2), NVE(1.5))
+    thermalize(simulation.state, 1500.0, seed=2)
+    simulation.run(12)
+    assert simulation.rebuilds > 0 and simulation.rebuilds < 10
+    return simulation.domain.batch.gather(simulation.state.positions)
+
+
+@ranks(3, timeout=240)
+def test_a_trajectory_of_mace_under_a_skin_is_that_of_one_rank(comm):
+    model = MACEWrapper(small_mace().requires_grad_(False)).double()
+    torch.testing.assert_close(moved(comm, model), moved(Comm(), model), rtol=0, atol=1e-10)

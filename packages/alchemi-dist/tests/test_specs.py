@@ -10,7 +10,7 @@ from ase.build import bulk, fcc111, molecule
 from torch import Tensor
 from toy import Toy, run, same_as_one_rank
 
-from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
+from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, LennardJones, ShardedBatch
 from alchemi_shardtensor import Edges
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import (
@@ -69,6 +69,24 @@ def test_lennard_jones_equals_one_rank_under_every_specification(comm, name):
     atoms = bulk("Ar", cubic=True, a=5.3) * (2, 2, 2)
     atoms.rattle(0.1, seed=1)
     same_as_one_rank(comm, atoms, LennardJones(cutoff=6.0), spec=SPECS[name])
+
+
+@ranks(3)
+@pytest.mark.parametrize("name", SPECS)
+def test_atoms_may_move_under_every_specification(comm, name):
+    """Under a skin, the list trimmed at each step; then past it, with new owners."""
+    config, atoms, g = DomainConfig(comm), SILICON.copy(), np.random.default_rng(0)
+    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    domain = Domain(DistributedModel(Toy(cutoff=4.0), config, SPECS[name]), batch, skin=0.8)
+    for reach in (0.2, 2.0):
+        atoms.positions += g.uniform(-reach, reach, (len(atoms), 3)) / 3**0.5
+        domain.batch.positions.copy_(torch.from_numpy(atoms.positions)[domain.batch.ids])
+        if comm.all_reduce(domain.slack(), "min") < 0:
+            domain.rebuild()
+        results, one = domain.evaluate(), run(Comm(), atoms, Toy(cutoff=4.0))
+        torch.testing.assert_close(results["energy"], one["energy"], rtol=1e-10, atol=0)
+        torch.testing.assert_close(domain.batch.gather(results["forces"]), one["forces"], rtol=1e-10, atol=1e-9)
+    assert reach == 2.0 and domain.slack() == 0.8
 
 
 @ranks(2)

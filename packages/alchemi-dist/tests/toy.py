@@ -33,19 +33,31 @@ class Toy(nn.Module):
             lattice = torch.einsum("ei,eij->ej", data["edge_shifts"], cell[batch[receiver]])
             vectors = positions[sender] - positions[receiver] + lattice
             r = vectors.norm(dim=-1, keepdim=True)
-            x = r / self.cutoff
+            x = self.scaled(r)
             envelope = 1 - 10 * x**3 + 15 * x**4 - 6 * x**5
             waves = torch.sin(torch.pi * x * torch.arange(1, 9)) / r * envelope
             h = self.embedding[data["atomic_numbers"]]
             for radial, mix in zip(self.radial, self.mix, strict=True):
-                messages = h[sender] * (waves.to(self.dtype) @ radial) * (1 + 0.1 * vectors[:, 2:3] ** 2)
+                messages = h[sender] * (waves.to(self.dtype) @ radial) * (1 + 0.1 * vectors[:, 2:3].to(self.dtype) ** 2)
                 h = h + torch.tanh(torch.zeros_like(h).index_add_(0, receiver, messages) @ mix)
             return torch.zeros(len(cell), dtype=self.dtype).index_add_(0, batch, h @ self.readout)
 
         return differentiate(energy, data, outputs)
 
+    def scaled(self, r):
+        return r / self.cutoff
+
 
 # --8<-- [end:model]
+
+
+class Masked(Toy):
+    """Its envelope is zero beyond the cutoff, so that a list with a skin may be shown as it is."""
+
+    distribution_spec = SPEC_MPNN_HALO.replaced(ignores_longer_edges=True)
+
+    def scaled(self, r):
+        return (r / self.cutoff).clamp(max=1)
 
 
 def run(comm, atoms, model, spec=None):

@@ -1,4 +1,4 @@
-"""Structures: a whole `Batch` on one process, and a `ShardedBatch` of which each rank holds its share."""
+"""Structures on one process: a whole `Batch`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,6 @@ import torch
 from ase import Atoms
 from torch import Tensor
 
-from alchemi_dist.registry import find_strategy
-from alchemi_shardtensor import Comm, DomainConfig
 from alchemi_spec import InputError, InvalidCell, NonFinitePosition
 
 FARTHEST = 1e8
@@ -92,79 +90,6 @@ class Batch:
                 info={name: self.per_system[name][b].item() for name in ("charge", "spin") if name in self.per_system},
             )
             for b in range(len(self.cell))
-        ]
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedBatch:
-    """A batch shared out over ranks: this rank's atoms, and every structure's cell.
-
-    `positions` (n_owned, 3), `atomic_numbers` and `batch` (n_owned,) and `ids` (n_owned,), the rows of the whole batch
-    that they are; `cell` (B, 3, 3) and `pbc` (B, 3) of all structures; `n_atoms` of the whole batch; further fields
-    `per_atom` (n_owned, *F) and `per_system` (B, *F).
-    """
-
-    config: DomainConfig
-    positions: Tensor
-    atomic_numbers: Tensor
-    batch: Tensor
-    ids: Tensor
-    cell: Tensor
-    pbc: Tensor
-    n_atoms: int
-    per_atom: Mapping[str, Tensor] = field(default_factory=dict)
-    per_system: Mapping[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def share(cls, batch: Batch | None, config: DomainConfig | None = None) -> "ShardedBatch":
-        """Share out rank 0's `batch`; what other ranks pass is ignored and may be None. Every rank must call it.
-
-        Raises:
-            NonFinitePosition: on every rank, for a coordinate that is nan, infinite or beyond 1e8 Å.
-            InvalidCell: on every rank, for periodic vectors that do not span a cell.
-
-        """
-        config = config or DomainConfig()
-        comm = config.comm
-        owner = None
-        with comm.agreement():
-            if comm.rank == 0:
-                if batch is None:
-                    raise InputError("rank 0 shares the batch out: it must pass one, not None.")
-                check_positions(batch.positions, torch.arange(len(batch.positions)))
-                strategy = find_strategy(config.strategy)
-                owner = strategy.owners(batch.positions, batch.batch, batch.cell, batch.pbc, comm.size)
-        batch, owner = comm.broadcast_object((batch, owner))
-        ids = (owner == comm.rank).nonzero().flatten()
-        return cls(
-            config,
-            batch.positions[ids],
-            batch.atomic_numbers[ids],
-            batch.batch[ids],
-            ids,
-            batch.cell,
-            batch.pbc,
-            len(owner),
-            {name: value[ids] for name, value in batch.per_atom.items()},
-            batch.per_system,
-        )
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks that hold the shares."""
-        return self.config.comm
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """Values of this rank's atoms (n_owned, *F) -> of all atoms (n_atoms, *F), in the batch's order, on every rank."""
-        values, ids = self.comm.all_gather_rows(rows), self.comm.all_gather_rows(self.ids)
-        return torch.empty_like(values).index_copy_(0, ids.to(values.device), values)
-
-    def why_no_stress(self) -> list[str | None]:
-        """For each structure, why it has no stress, or None if it has one."""
-        volumes = torch.linalg.det(self.cell.double()).abs().tolist()
-        return [
-            "it is not periodic" if not periodic else "its cell has no volume" if volume < 1e-6 else None
-            for periodic, volume in zip(self.pbc.any(-1).tolist(), volumes, strict=True)
         ]
 
 

@@ -1,10 +1,8 @@
-"""The command line: `alchemi evaluate FILE`."""
+"""The command line: `alchemi evaluate|md|relax|plan FILE`."""
 
 import json
-import os
 import sys
 from collections.abc import Iterator
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,25 +15,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alchemi_dist.evaluate import TOLERANCE, Frame, Job, evaluate, within_tolerance
-from alchemi_dist.registry import module_of
-from alchemi_shardtensor import RankPool, comm_from_environment
+from alchemi_dist.launching import Device, Dtype, on_ranks
+from alchemi_dist.md_cli import md_command, relax_command
+from alchemi_dist.plan_cli import plan_command
 from alchemi_spec import AlchemiError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-
-
-class Device(StrEnum):
-    """Where the ranks compute."""
-
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Dtype(StrEnum):
-    """The type of the model's arithmetic."""
-
-    float32 = "float32"
-    float64 = "float64"
+app.command("md")(md_command)
+app.command("relax")(relax_command)
+app.command("plan")(plan_command)
 
 
 @app.callback()
@@ -60,7 +48,7 @@ def evaluate_command(
     console = Console(stderr=str(json_path) == "-")
     kind = getattr(torch, dtype) if dtype is not None else None
     try:
-        items = _on_ranks(ranks, device, (str(file), index, model, kind, check, trust_pickle))
+        items = on_ranks(ranks, device, model, evaluate, str(file), index, model, kind, check, trust_pickle)
         job = next(items, None)
         if job is None:  # a rank of torchrun's other than 0
             return
@@ -75,23 +63,6 @@ def evaluate_command(
         sys.stdout.write(text) if str(json_path) == "-" else json_path.write_text(text, encoding="utf-8")
     if check and not _show_parity(report["parity"], job.dtype, console):
         raise typer.Exit(1)
-
-
-def _on_ranks(ranks: int | None, device: Device, arguments: tuple[Any, ...]) -> Iterator[Any]:
-    """The items of `evaluate` on rank 0, on ranks that torchrun or mpiexec started or that are started here."""
-    sys.path.insert(0, os.getcwd())  # for module:factory
-    comm = comm_from_environment(device.value)
-    if comm.group is not None:
-        if ranks not in (None, comm.size):
-            raise ValueError(f"--ranks {ranks} under a launcher that started {comm.size} ranks: leave --ranks out.")
-        yield from (item for item in evaluate(comm, *arguments) if comm.rank == 0)
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    elif ranks in (None, 1):
-        yield from evaluate(comm, *arguments)
-    else:
-        with RankPool(ranks, device.value, preload=["alchemi_dist.evaluate", module_of(arguments[2])]) as pool:
-            yield from pool.stream(evaluate, *arguments)
 
 
 def _write_and_show(items: Iterator[Any], n_frames: int, out: Path | None, console: Console) -> list[Frame]:

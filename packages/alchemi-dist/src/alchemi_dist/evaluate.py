@@ -12,9 +12,10 @@ from ase.calculators.singlepoint import SinglePointCalculator
 from ase.stress import full_3x3_to_voigt_6_stress
 from torch import Tensor, nn
 
-from alchemi_dist.batch import Batch, ShardedBatch
+from alchemi_dist.batch import Batch
 from alchemi_dist.model import DistributedModel
 from alchemi_dist.registry import load_model
+from alchemi_dist.sharded import ShardedBatch
 from alchemi_shardtensor import Comm, DomainConfig
 from alchemi_spec import InputError
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from alchemi_dist.batch import ShardedBatch, check_positions
+from alchemi_dist.batch import check_positions
+from alchemi_dist.lists import cutoffs, lengths
 from alchemi_dist.registry import find_strategy
+from alchemi_dist.sharded import ShardedBatch
 from alchemi_shardtensor import (
     BOTH,
     EDGE,
@@ -67,43 +69,99 @@ class DistributedModel(nn.Module):
         """
         return self.compute(self.prepare(batch), batch, tuple(self.spec.output_kinds) if outputs is None else outputs)
 
-    def prepare(self, batch: ShardedBatch, edges: Edges | None = None) -> dict[str, Tensor]:
-        """Check this rank's atoms, find their edges and ghosts (or take `edges`), and tag every field of the data contract."""
+    def prepare(self, batch: ShardedBatch, edges: Edges | None = None, skin: float = 0.0) -> dict[str, Tensor]:
+        """Check this rank's atoms, find their edges and ghosts (or take `edges`), and tag every field of the data contract.
+
+        With a `skin` (Å), edges that much longer are listed too: `compute` is right until two atoms have come closer by it.
+        """
         comm, storage = batch.comm, self.table.storage
         if (comm.group, comm.device) != (self.config.comm.group, self.config.comm.device):
             raise SpecError("the batch was shared out over other ranks than this model's: use one DomainConfig for both.")
         with comm.agreement():
             check_positions(batch.positions, batch.ids)
-            check_elements(batch.atomic_numbers.tolist(), self.contract.elements, batch.ids.tolist())
+            self._check_elements(batch)
         atoms = {"positions": batch.positions, "atomic_numbers": batch.atomic_numbers, "batch": batch.batch, **batch.per_atom}
         if storage.replicated:
             atoms = {name: comm.all_gather_rows(field) for name, field in atoms.items()}
-        routing, edge_index, shifts = edges or self._connect(batch, atoms)
+        edges = edges or self._connect(batch, atoms, skin)
+        routing, edge_index, _ = edges
+        lists = self._lists(edges, atoms, batch, skin)
         rows = GLOBAL if storage.replicated else OWNED
         if storage.padded:
             ghosts = routing.exchange_all(*atoms.values())
             atoms = {name: torch.cat([atoms[name], more]) for name, more in zip(atoms, ghosts, strict=True)}
             rows = PADDED
+        ids = torch.arange(routing.n_owned + routing.n_ghost, device=comm.device)
         if self._needs_owners:
             routing = replace(routing, owners=Owners.of(batch.ids, comm))
-            ids = routing.padded(batch.ids)
-            edge_index = ids[edge_index] if storage.global_ids else edge_index
-        routing = storage.prepared(routing.to(comm.device))
+            ids = routing.padded(batch.ids) if storage.global_ids else ids
+        routing = storage.prepared(routing)
         shard = Shard(self.spec.distribution, routing, len(batch.cell), self.table)
-
-        def put(t: Tensor, *what: Any) -> Tensor:
-            return tag(t.to(comm.device), shard, *what)
-
-        n_reached = routing.n_owned + routing.n_ghost
-        return {
-            **{name: put(field, rows, SYSTEMS if name == "batch" else None) for name, field in atoms.items()},
-            **{name: field.to(comm.device) for name, field in batch.per_system.items()},
-            "cell": batch.cell.to(comm.device),
-            "pbc": batch.pbc.to(comm.device),
-            "edge_index": put(edge_index, None, NODES, BOTH),
-            "edge_shifts": put(shifts.to(batch.positions.dtype), SYSTEM if storage.replicated else EDGE),
-            "nodes": put(ids if storage.global_ids else torch.arange(n_reached), PADDED, NODES),
+        data = {
+            **{name: tag(field, shard, rows, SYSTEMS if name == "batch" else None) for name, field in atoms.items()},
+            **batch.per_system,
+            "cell": batch.cell,
+            "pbc": batch.pbc,
+            "nodes": tag(ids, shard, PADDED, NODES),
         }
+        for name, (edge_index, shifts) in lists.items():
+            edge_index = ids[edge_index] if storage.global_ids else edge_index
+            data[f"edge_index{name}"] = tag(edge_index, shard, None, NODES, BOTH)
+            data[f"edge_shifts{name}"] = tag(shifts, shard, SYSTEM if storage.replicated else EDGE)
+        return data
+
+    def refresh(self, data: Mapping[str, Tensor], batch: ShardedBatch) -> None:
+        """Show `data` the batch's positions and cell, which were changed in place; at most one exchange.
+
+        Rows that the model sees as the batch has them are the batch's own, and are shown already.
+        """
+        storage, positions = self.table.storage, plain(data["positions"])
+        if storage.replicated:
+            positions.copy_(batch.comm.all_gather_rows(batch.positions))
+        elif storage.padded:
+            routing = cast(ShardTensor, data["positions"]).shard.routing
+            positions.copy_(routing.padded(batch.positions))
+
+    def shown(self, data: Mapping[str, Tensor], batch: ShardedBatch, skin: float) -> Mapping[str, Tensor]:
+        """`data` with no edge that is longer than the model's cutoff now, for a model that would not ignore it."""
+        if not skin or self.spec.ignores_longer_edges:
+            return data
+        shard, storage = cast(ShardTensor, data["positions"]).shard, self.table.storage
+        held = storage.padded or storage.replicated
+        points, systems = (
+            plain(data[name]) if held else shard.routing.padded(plain(data[name])) for name in ("positions", "batch")
+        )
+        shown = dict(data)
+        for name, cutoff in cutoffs(self.model).items():
+            index, shifts = (data[f"{kind}{name}"] for kind in ("edge_index", "edge_shifts"))
+            local = storage.localized(shard, index)[1]
+            kept = (lengths(plain(local), plain(shifts), points, systems, batch.cell) <= cutoff).nonzero().flatten()
+            shown[f"edge_index{name}"] = tag(plain(index)[:, kept], shard, None, NODES, BOTH)
+            shown[f"edge_shifts{name}"] = tag(plain(shifts)[kept], shard, shifts.rows)  # type: ignore[attr-defined]
+        return shown
+
+    def _lists(
+        self, edges: Edges, atoms: Mapping[str, Tensor], batch: ShardedBatch, skin: float
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Each of the model's edge lists, from the longest, and its shifts."""
+        routing, edge_index, shifts = edges
+        wanted, dtype = cutoffs(self.model), batch.positions.dtype
+        longest = max(wanted.values())
+        lists = {name: (edge_index, shifts.to(dtype)) for name, cutoff in wanted.items() if cutoff == longest}
+        if len(lists) < len(wanted):
+            points, systems = (
+                atoms[name] if self.table.storage.replicated else routing.padded(atoms[name]) for name in ("positions", "batch")
+            )
+            length = lengths(edge_index, shifts, points, systems, batch.cell)
+            for name in wanted.keys() - lists.keys():
+                kept = length <= wanted[name] + skin
+                lists[name] = edge_index[:, kept], shifts[kept].to(dtype)
+        return lists
+
+    def _check_elements(self, batch: ShardedBatch) -> None:
+        known, present = self.contract.elements, batch.atomic_numbers.unique().tolist()
+        if present and not (present[0] > 0 and (known is None or known.issuperset(present))):
+            check_elements(batch.atomic_numbers.tolist(), known, batch.ids.tolist())
 
     @property
     def _needs_owners(self) -> bool:
@@ -111,16 +169,17 @@ class DistributedModel(nn.Module):
         transforms = (t for op in self.spec.distribution.custom_ops for t in op.arg_transforms.values())
         return self.table.storage.global_ids or any(isinstance(t, GatherInputsFull) for t in transforms)
 
-    def _connect(self, batch: ShardedBatch, atoms: Mapping[str, Tensor]) -> Edges:
+    def _connect(self, batch: ShardedBatch, atoms: Mapping[str, Tensor], skin: float) -> Edges:
         """The edges of these atoms, by the strategy; of ghosts' too, as deep as the policy says."""
         comm, storage, policy = batch.comm, self.table.storage, self.spec.distribution.policy
         depth = 1 if storage.folds else getattr(policy, "depth", 1)
         strategy, among = find_strategy(self.config.strategy), Comm() if storage.replicated else comm
-        edges = strategy.connect(atoms["positions"], atoms["batch"], batch.cell, batch.pbc, self.contract.cutoff, among, depth)
+        reach = max(cutoffs(self.model).values()) + skin
+        edges = strategy.connect(atoms["positions"], atoms["batch"], batch.cell, batch.pbc, reach, among, depth)
         return edges._replace(routing=Routing.alone(len(atoms["batch"]), comm)) if storage.replicated else edges
 
     def compute(self, data: Mapping[str, Tensor], batch: ShardedBatch, outputs: Sequence[str]) -> dict[str, Tensor]:
-        """The model's outputs for prepared data; call it again after changing `data["positions"]` in place."""
+        """The model's outputs for prepared data; after changing the batch's positions in place, `refresh` first."""
         unknown = [name for name in outputs if name not in self.spec.output_kinds]
         if unknown:
             raise SpecError(
@@ -128,15 +187,16 @@ class DistributedModel(nn.Module):
             )
         asked = list(outputs)
         if "stress" in asked:
-            missing = torch.tensor([why is not None for why in batch.why_no_stress()])
-            if missing.all():
+            missing = [why is not None for why in batch.why_no_stress()]
+            if all(missing):
                 asked.remove("stress")
         shard = cast(ShardTensor, data["positions"]).shard
         with adapted(self.spec.distribution):
             results = self.model(data, asked)
         results = {name: self._whole(name, value, shard, batch) for name, value in results.items()}
-        if "stress" in results and missing.any():
-            results["stress"] = results["stress"].masked_fill(missing.to(results["stress"].device)[:, None, None], 0)
+        if "stress" in results and any(missing):
+            absent = torch.tensor(missing, device=results["stress"].device)[:, None, None]
+            results["stress"] = results["stress"].masked_fill(absent, 0)
         return results
 
     def _whole(self, name: str, value: Tensor, shard: Shard, batch: ShardedBatch) -> Tensor:

@@ -12,11 +12,21 @@ from alchemi_shardtensor import Comm, Edges
 from alchemi_spec import AlchemiError, InputError
 
 
+class Partition(Protocol):
+    """Space, or whatever a strategy divides, shared out among ranks."""
+
+    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+        """The rank (n,) that is to own each atom (n, 3) Å, by this rank's knowledge alone."""
+        ...
+
+
 class Strategy(Protocol):
     """A way to build the partition. Below it there is one exchange, one reverse, one sum."""
 
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, n_ranks: int) -> Tensor:
-        """The rank (N,) that owns each atom (N, 3)."""
+    def partition(
+        self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, comm: Comm, weights: Tensor | None = None
+    ) -> Partition:
+        """Who is to own what, from each rank's own atoms (n, 3) Å, of equal sums of `weights` (n,). Every rank must call it."""
         ...
 
     def connect(
@@ -26,14 +36,14 @@ class Strategy(Protocol):
         ...
 
 
-def find_strategy(name: str) -> Strategy:
-    """A strategy by its name in the entry points `alchemi.strategies`.
+def find_strategy(strategy: str | Strategy) -> Strategy:
+    """A strategy by its name in the entry points `alchemi.strategies`, or itself.
 
     Raises:
         InputError: listing the names that there are.
 
     """
-    return _entry("alchemi.strategies", name)()  # type: ignore[no-any-return]
+    return _entry("alchemi.strategies", strategy)() if isinstance(strategy, str) else strategy
 
 
 def load_model(name: str, comm: Comm | None = None, *, trust_pickle: bool = False) -> nn.Module:

@@ -14,18 +14,20 @@ def differentiate(
     Stress is dE/dstrain / V by straining positions and cells together (Knuth et al., Comput. Phys. Commun. 190 (2015)
     33), the symmetric part, tension positive. Where a cell has no volume its stress is not to be read.
     """
-    positions, cell, batch = (
-        data["positions"].detach().requires_grad_(),
-        data["cell"].to(data["positions"].dtype),
-        data["batch"],
-    )
+    positions, cell, batch = data["positions"].detach(), data["cell"].to(data["positions"].dtype), data["batch"]
+    if "stress" not in outputs:
+        positions.requires_grad_("forces" in outputs)
+        total = energy(positions, cell)
+        results = {"energy": total.detach()}
+        if "forces" in outputs:
+            results["forces"] = -torch.autograd.grad(total.sum(), positions)[0]
+        return {name: results[name] for name in outputs}
+    positions.requires_grad_()
     strain = torch.zeros_like(cell).requires_grad_()
     symmetric = (strain + strain.mT) / 2
     strained = positions + torch.einsum("ni,nij->nj", positions, symmetric[batch])
     total = energy(strained, cell + cell @ symmetric)
-    results = {"energy": total.detach()}
-    if "forces" in outputs or "stress" in outputs:
-        gradient, virial = torch.autograd.grad(total.sum(), [positions, strain])
-        results["forces"] = -gradient
-        results["stress"] = virial / torch.linalg.det(cell).abs().clamp(min=1e-12)[:, None, None]
+    gradient, virial = torch.autograd.grad(total.sum(), [positions, strain])
+    stress = virial / torch.linalg.det(cell).abs().clamp(min=1e-12)[:, None, None]
+    results = {"energy": total.detach(), "forces": -gradient, "stress": stress}
     return {name: results[name] for name in outputs}

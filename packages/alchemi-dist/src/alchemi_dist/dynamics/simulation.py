@@ -1,0 +1,166 @@
+"""The loop: moves atoms by an integrator, keeps the lists right, and calls hooks. The same on every number of ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from ase.data import atomic_masses
+from torch import Tensor
+
+from alchemi_dist.domain import Domain
+from alchemi_dist.dynamics.integrator import Integrator
+from alchemi_dist.dynamics.state import State
+from alchemi_spec import InputError
+
+AHEAD = 0.8
+"""The part of the steps that today's speeds allow before the lists end which is made without looking."""
+
+
+class Hook(Protocol):
+    """Called on every rank after each `every` steps, and before the first; may read and reduce, and changes nothing."""
+
+    every: int
+
+    def __call__(self, simulation: "Simulation") -> None:
+        """Look at `simulation.state`: this rank's atoms, with their whole forces."""
+        ...
+
+
+@dataclass
+class _Moment:
+    """What a step changes, to go back to: in place, by another object, and in the integrator."""
+
+    tensors: dict[str, Tensor]
+    others: dict[str, Any]
+    integrator: dict[str, Tensor]
+
+
+class Simulation:
+    """Atoms in motion: `domain`'s batch, moved by `integrator`. Every rank must make the same calls.
+
+    `forces`: functions that change `state.forces` in place after each evaluation: clamps, fields, constraints.
+
+    While lists last, a step is one exchange of positions and no host synchronisation: as many steps as the fastest atom's
+    speed allows are made without looking, then the smallest slack of all of them is read. If lists had ended meanwhile, the
+    steps are taken back and made again with care; so none is ever right by luck.
+    """
+
+    def __init__(
+        self,
+        domain: Domain,
+        integrator: Integrator,
+        hooks: Sequence[Hook] = (),
+        forces: Sequence[Callable[[State], None]] = (),
+    ) -> None:
+        """Velocities are the batch's `carried["velocities"]` (n_owned, 3) Å/fs, default at rest; masses (amu) likewise.
+
+        Raises:
+            InputError: where positions are not float64, in which small steps would be lost.
+
+        """
+        if domain.batch.positions.dtype != torch.float64:
+            raise InputError(f"positions move in float64, not {domain.batch.positions.dtype}: share out a batch of that dtype.")
+        self.domain, self.integrator, self.hooks, self.forces = domain, integrator, list(hooks), list(forces)
+        self.rebuilds = self.taken_back = 0
+        self._ahead, self._started = 0, False
+        batch = domain.batch
+        moving = {
+            "velocities": torch.zeros_like(batch.positions),
+            "masses": torch.from_numpy(atomic_masses).to(batch.positions)[batch.atomic_numbers],
+        }
+        domain.batch = batch.carrying(**(moving | dict(batch.carried)))
+        self.state = State.of(domain.batch, integrator.conserves_momentum)
+
+    def start(self) -> None:
+        """Evaluate forces, tell the integrator and call hooks, unless that was done. `run` does it."""
+        if not self._started:
+            self._started = True
+            self._evaluate()
+            self.integrator.start(self.state)
+            self._call_hooks()
+
+    def resume(self, step: int, integrator: Mapping[str, Tensor]) -> None:
+        """Go on from a checkpoint after `step` steps, with what `integrator.state_dict()` was."""
+        self._started, self.state.step = True, step
+        device = self.domain.batch.comm.device
+        self.integrator.load_state_dict({name: value.to(device) for name, value in integrator.items()})
+        self._evaluate()
+
+    def run(self, steps: int, until: Callable[[State], Tensor] | None = None) -> bool:
+        """Make `steps` steps, or fewer if `until(state)` (B,) is true for every system; whether it was at the end."""
+        self.start()
+        end = self.state.step + steps
+        while self.state.step < end:
+            if until is not None and bool(until(self.state).all()):
+                return True
+            blind = min(self._ahead, *(h.every - self.state.step % h.every for h in self.hooks), end - self.state.step)
+            if until is not None or blind < 2:
+                self._step_with_care()
+            elif not self._steps_without_looking(blind):
+                continue
+            self._call_hooks()
+        return until is not None and bool(until(self.state).all())
+
+    def _step_with_care(self) -> None:
+        self.integrator.first_half(self.state)
+        if not self._slack_left(self.domain.slack()):
+            self.domain.rebuild()
+            self.rebuilds += 1
+            self.state.adopt(self.domain.batch)
+            self._slack_left(self.domain.slack())
+        self._finish_step()
+
+    def _steps_without_looking(self, steps: int) -> bool:
+        """Whether lists lasted; otherwise everything is as it was."""
+        before, least = self._moment(), self.domain.slack()
+        for _ in range(steps):
+            self.integrator.first_half(self.state)
+            least = torch.minimum(least, self.domain.slack())
+            self._finish_step()
+        if self._slack_left(least):
+            return True
+        self._go_back(before)
+        self.taken_back += steps
+        return False
+
+    def _finish_step(self) -> None:
+        self.state.step += 1
+        self._evaluate()
+        self.integrator.second_half(self.state)
+
+    def _slack_left(self, slack: Tensor) -> bool:
+        """Whether no rank's slack is negative, in one reduction; and how many steps it will last at the present speeds."""
+        speeds = torch.linalg.vector_norm(self.state.velocities, dim=-1)
+        both = torch.stack([-slack.nan_to_num(nan=-torch.inf), torch.cat([speeds, speeds.new_zeros(1)]).amax().nan_to_num()])
+        least, fastest = self.domain.batch.comm.all_reduce(both, "max").tolist()
+        timestep = getattr(self.integrator, "timestep", None)
+        reach = 2 * fastest * timestep if isinstance(timestep, float) else 0.0
+        self._ahead = int(AHEAD * -least / reach) if reach > 0 and least < 0 else 0
+        return bool(least <= 0)
+
+    def _evaluate(self) -> None:
+        state = self.state
+        results = self.domain.evaluate(self.integrator.outputs)
+        state.energy, state.forces = results["energy"].double(), results["forces"].double()
+        state.stress = results["stress"].double() if "stress" in results else None
+        for change in self.forces:
+            change(state)
+
+    def _call_hooks(self) -> None:
+        for hook in self.hooks:
+            if self.state.step % hook.every == 0:
+                hook(self)
+
+    def _moment(self) -> _Moment:
+        tensors = {name: getattr(self.state, name).clone() for name in ("positions", "velocities", "cell")}
+        others = {name: getattr(self.state, name) for name in ("forces", "energy", "stress", "step")}
+        return _Moment(tensors, others, {name: value.clone() for name, value in self.integrator.state_dict().items()})
+
+    def _go_back(self, moment: _Moment) -> None:
+        for name, value in moment.tensors.items():
+            getattr(self.state, name).copy_(value)
+        for name, value in moment.others.items():
+            setattr(self.state, name, value)
+        self.integrator.load_state_dict(moment.integrator)
+        self._ahead = 0

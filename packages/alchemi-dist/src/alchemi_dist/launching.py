@@ -1,0 +1,48 @@
+"""What the commands share: options, and how their ranks are started."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from alchemi_dist.registry import module_of
+from alchemi_shardtensor import RankPool, comm_from_environment
+
+
+class Device(StrEnum):
+    """Where the ranks compute."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    """The type of the model's arithmetic."""
+
+    float32 = "float32"
+    float64 = "float64"
+
+
+def on_ranks(
+    ranks: int | None, device: Device, model: str, function: Callable[..., Iterator[Any]], *arguments: Any
+) -> Iterator[Any]:
+    """What `function(comm, *arguments)` yields on rank 0; ranks are torchrun's, mpiexec's, or are started here."""
+    sys.path.insert(0, os.getcwd())  # for module:factory
+    comm = comm_from_environment(device.value)
+    if comm.group is not None:
+        if ranks not in (None, comm.size):
+            raise ValueError(f"--ranks {ranks} under a launcher that started {comm.size} ranks: leave --ranks out.")
+        yield from (item for item in function(comm, *arguments) if comm.rank == 0)
+        del comm
+        gc.collect()  # a process group that is held by a cycle until the interpreter ends may abort it
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    elif ranks in (None, 1):
+        yield from function(comm, *arguments)
+    else:
+        with RankPool(ranks, device.value, preload=[function.__module__, module_of(model)]) as pool:
+            yield from pool.stream(function, *arguments)

@@ -1,0 +1,213 @@
+"""Structures shared out over ranks: a `ShardedBatch`, of which each rank holds its atoms."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alchemi_dist.batch import Batch, check_positions
+from alchemi_dist.reading import read_rows, without_atoms
+from alchemi_dist.registry import Partition, find_strategy
+from alchemi_shardtensor import Comm, DomainConfig, packed_all_to_all
+from alchemi_spec import InputError
+
+UNEVEN = 1.1
+"""A rank with this much more than the mean has the space cut anew."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardedBatch:
+    """A batch shared out over ranks: this rank's atoms, and every structure's cell, on the ranks' device.
+
+    `positions` (n_owned, 3), `atomic_numbers` and `batch` (n_owned,) and `ids` (n_owned,), the rows of the whole batch
+    that they are; `cell` (B, 3, 3) and `pbc` (B, 3) of all structures; `n_atoms` of the whole batch; further fields
+    `per_atom` (n_owned, *F) and `per_system` (B, *F), which reach the model, and `carried` (n_owned, *F), such as
+    velocities, which go with the atoms and do not. `partition`: who owns which part of space; None before it is cut.
+    """
+
+    config: DomainConfig
+    positions: Tensor
+    atomic_numbers: Tensor
+    batch: Tensor
+    ids: Tensor
+    cell: Tensor
+    pbc: Tensor
+    n_atoms: int
+    per_atom: Mapping[str, Tensor] = field(default_factory=dict)
+    per_system: Mapping[str, Tensor] = field(default_factory=dict)
+    carried: Mapping[str, Tensor] = field(default_factory=dict)
+    partition: Partition | None = None
+
+    @classmethod
+    def share(
+        cls, batch: Batch | None, config: DomainConfig | None = None, carried: Mapping[str, Tensor] | None = None
+    ) -> "ShardedBatch":
+        """Share out rank 0's `batch` and `carried`; what other ranks pass is ignored, may be None. Every rank must call it.
+
+        Raises:
+            NonFinitePosition: on every rank, for a coordinate that is nan, infinite or beyond 1e8 Å.
+            InvalidCell: on every rank, for periodic vectors that do not span a cell.
+
+        """
+        config = config or DomainConfig()
+        comm = config.comm
+        with comm.agreement():
+            if comm.rank == 0 and batch is None:
+                raise InputError("rank 0 shares the batch out: it must pass one, not None.")
+        rows = (batch, dict(carried or {})) if comm.rank == 0 and batch is not None else None
+        systems = comm.broadcast_object(None if rows is None else without_atoms(rows))
+        whole, carried = rows or systems
+        return cls.from_owned(whole, torch.arange(len(whole.positions)), config, carried)
+
+    @classmethod
+    def from_owned(
+        cls, rows: Batch, ids: Tensor, config: DomainConfig | None = None, carried: Mapping[str, Tensor] | None = None
+    ) -> "ShardedBatch":
+        """Share out anew what each rank has: some `rows` of a batch, all its systems, and the rows' `ids` (n,) in the whole.
+
+        The rows may lie anywhere and in any order; no rank needs those of another. Every rank must call it.
+
+        Raises:
+            NonFinitePosition, InvalidCell: on every rank.
+            InputError: on every rank, unless each of the ids 0 ... n_atoms - 1 is on one rank, once.
+
+        """
+        config = config or DomainConfig()
+        comm, device = config.comm, config.comm.device
+        with comm.agreement():
+            check_positions(rows.positions, ids)
+            find_strategy(config.strategy)
+        _check_ids(ids, comm)
+        return cls(
+            config,
+            rows.positions.to(device),
+            rows.atomic_numbers.to(device),
+            rows.batch.to(device),
+            ids.to(device),
+            rows.cell.to(device),
+            rows.pbc.to(device),
+            int(comm.all_reduce(torch.tensor(len(ids)))),
+            _on(device, rows.per_atom),
+            _on(device, rows.per_system),
+            _on(device, carried or {}),
+        ).balanced()
+
+    @classmethod
+    def from_file(cls, path: str | Path, config: DomainConfig | None = None, index: int = -1) -> "ShardedBatch":
+        """One frame of a file, read once. Every rank must call it.
+
+        An extxyz file's lines are dealt out as they are read and each rank parses its own, so that no rank holds all of any
+        field; other files are read by rank 0 with ASE. What it has of momenta and masses becomes
+        `carried["velocities"]` (n_owned, 3) Å/fs and `carried["masses"]` (n_owned,) amu.
+
+        Raises:
+            InputError: on every rank, where there is no such frame, or the file cannot be read.
+
+        """
+        config = config or DomainConfig()
+        rows, ids, carried = read_rows(path, index, config.comm)
+        return cls.from_owned(rows, ids, config, carried)
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that hold the shares."""
+        return self.config.comm
+
+    def carrying(self, **fields: Tensor) -> "ShardedBatch":
+        """The same atoms, with these per-atom fields (n_owned, *F) carried along, too."""
+        return replace(self, carried={**self.carried, **fields})
+
+    def balanced(self, weights: Tensor | None = None) -> "ShardedBatch":
+        """Space cut anew, for an equal sum of `weights` (n_owned,) on each rank, and each atom with its owner."""
+        strategy = find_strategy(self.config.strategy)
+        partition = strategy.partition(self.positions, self.batch, self.cell, self.pbc, self.comm, weights)
+        return replace(self, partition=partition).migrated()
+
+    def migrated(self) -> "ShardedBatch":
+        """Each atom with the rank that owns the part of space it is in now, in one packed exchange, in the order of ids."""
+        owner = self.partition.owners(self.positions, self.batch, self.cell, self.pbc)  # type: ignore[union-attr]
+        send = torch.bincount(owner, minlength=self.comm.size).cpu()
+        ones = [1] * self.comm.size
+        receive = self.comm.all_to_all(send, ones, ones)
+        order = torch.argsort(owner, stable=True)
+        fields = (self.positions, self.atomic_numbers, self.batch, self.ids, *self.per_atom.values(), *self.carried.values())
+        moved = packed_all_to_all(self.comm, [f.detach()[order] for f in fields], send.tolist(), receive.tolist())
+        order = torch.argsort(moved[3])
+        positions, numbers, batch, ids, *rest = (f[order] for f in moved)
+        more = iter(rest)
+        per_atom, carried = ({name: next(more) for name in level} for level in (self.per_atom, self.carried))
+        return replace(
+            self, positions=positions, atomic_numbers=numbers, batch=batch, ids=ids, per_atom=per_atom, carried=carried
+        )
+
+    def settled(self) -> "ShardedBatch":
+        """`migrated`, and `balanced` again where a rank has come to own much more than others."""
+        moved = self.migrated()
+        most = self.comm.all_reduce(torch.tensor(len(moved.ids)), "max").item()
+        fair = max(UNEVEN * self.n_atoms / self.comm.size, self.n_atoms / self.comm.size + 1)
+        return moved.balanced() if most > fair else moved
+
+    def gather(self, rows: Tensor, dst: int | None = None) -> Tensor:
+        """Values of this rank's atoms (n_owned, *F) -> of all atoms (n_atoms, *F), in the batch's order.
+
+        On every rank; or on rank `dst` alone, others having none of them (0, *F). Every rank must call it.
+        """
+        comm, ids = self.comm, self.ids.to(rows.device)
+        everyone = range(comm.size) if dst is None else [dst]
+        counts = comm.all_gather(torch.tensor(len(ids))).tolist()
+        send = [len(ids) if rank in everyone else 0 for rank in range(comm.size)]
+        receive = counts if comm.rank in everyone else [0] * comm.size
+        fields = [f.repeat(len(everyone), *[1] * (f.ndim - 1)) for f in (rows, ids)]
+        values, places = packed_all_to_all(comm, fields, send, receive)
+        return torch.empty_like(values).index_copy_(0, places, values)
+
+    def in_order(self, *rows: Tensor, unit: int = 1) -> tuple[int, list[Tensor]]:
+        """Values of this rank's atoms (n_owned, *F) -> those of the atoms `first`, `first` + 1, ... and `first`.
+
+        The whole batch in stretches of ids, one for each rank, as a file has it: no rank holds all. They are as equal as whole
+        chunks of `unit` atoms can be. Every rank must call it.
+        """
+        comm, chunks = self.comm, -(-self.n_atoms // unit)
+        ends = [min(self.n_atoms, rank * chunks // comm.size * unit) for rank in range(comm.size + 1)]
+        starts = torch.tensor(ends, device=self.ids.device)
+        order = torch.argsort(self.ids)
+        ids = self.ids[order]
+        send = torch.searchsorted(ids, starts).diff().cpu()
+        receive = comm.all_to_all(send, [1] * comm.size, [1] * comm.size)
+        got = packed_all_to_all(comm, [ids, *(r.detach()[order] for r in rows)], send.tolist(), receive.tolist())
+        order = torch.argsort(got[0])
+        return ends[comm.rank], [g[order] for g in got[1:]]
+
+    def why_no_stress(self) -> list[str | None]:
+        """For each structure, why it has no stress, or None if it has one."""
+        return self._no_stress
+
+    @cached_property
+    def _no_stress(self) -> list[str | None]:
+        volumes = torch.linalg.det(self.cell.double()).abs().tolist()
+        return [
+            "it is not periodic" if not periodic else "its cell has no volume" if volume < 1e-6 else None
+            for periodic, volume in zip(self.pbc.any(-1).tolist(), volumes, strict=True)
+        ]
+
+
+def _on(device: torch.device, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.to(device) for name, value in fields.items()}
+
+
+def _check_ids(ids: Tensor, comm: Comm) -> None:
+    """Refuse ids that are not 0 ... n - 1, each once: each is counted by the rank whose stretch it falls into."""
+    n = int(comm.all_reduce(torch.tensor(len(ids))))
+    bad = bool(((ids < 0) | (ids >= n)).any())
+    starts = torch.tensor([rank * n // comm.size for rank in range(comm.size + 1)])
+    mine = ids.cpu().sort().values.clamp(0, max(n - 1, 0))
+    send = torch.searchsorted(mine, starts).diff()
+    got = comm.all_to_all(mine, send.tolist(), comm.all_to_all(send, [1] * comm.size, [1] * comm.size).tolist())
+    first, last = starts[comm.rank : comm.rank + 2].tolist()
+    bad |= not torch.equal(got.sort().values, torch.arange(first, last))
+    with comm.agreement():
+        if bad:
+            raise InputError(f"each of the ids 0 ... {n - 1} must be on one rank, once: the rows of {n} atoms were given.")
