@@ -24,6 +24,9 @@ ALSO = {
     "alchemi-spec": ["hypothesis"],
 }
 """What a package's tests need beside its declared dependencies."""
+PYTEST = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", "-m", "not long and not gpu")
+"""Each worker has ranks of its own, with one thread each."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 TORCH = "torch" + PROJECT["tool"]["uv"]["constraint-dependencies"][0].removeprefix("torch")
 
 
@@ -79,7 +82,7 @@ def export(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """A package's wheel and its declared dependencies alone, and its own tests."""
     newest = PROJECT["tool"]["uv"]["exclude-newer"]
-    wanted = [f"{package}{EXTRAS.get(package, '')}", "pytest", "pytest-timeout", *ALSO.get(package, [])]
+    wanted = [f"{package}{EXTRAS.get(package, '')}", "pytest", "pytest-timeout", "pytest-xdist", *ALSO.get(package, [])]
     if package != "alchemi-spec":
         wanted.append(TORCH)
     anew = [f"--refresh-package={name}" for name in PACKAGES]  # a wheel of the same version may be another
@@ -88,19 +91,19 @@ def tests(session: nox.Session, package: str) -> None:
         if package == "alchemi-spec":
             session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
     folder = ROOT / "packages" / package
-    session.run("pytest", "-c", "pyproject.toml", str(folder), "-m", "not long")
+    session.run(*PYTEST, "-c", "pyproject.toml", str(folder), env=ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
 def together(session: nox.Session) -> None:
     """Real models through all packages on 1, 2, 3 and 4 gloo ranks."""
-    in_workspace(session, "pytest", "tests", "-m", "not gpu")
+    in_workspace(session, *PYTEST, "tests", **ONE_THREAD)
 
 
 @nox.session(venv_backend="none", default=False)
 def long(session: nox.Session) -> None:
-    """Whole trajectories: thousands of steps, each compared with one process. 20 minutes on two cores."""
-    in_workspace(session, "pytest", "packages/alchemi-dist/tests", "-m", "long")
+    """Whole trajectories: thousands of steps, each compared with one process. Half an hour on two cores."""
+    in_workspace(session, *PYTEST[:-1], "long", "packages/alchemi-dist/tests", **ONE_THREAD)
 
 
 @nox.session(venv_backend="none")
