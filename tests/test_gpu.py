@@ -10,6 +10,7 @@ from test_layouts import equalised, layers
 from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, LennardJones, RankPool, ShardedBatch
 from alchemi_dist.dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulation, thermalize
 from alchemi_dist.evaluate import TOLERANCE
+from alchemi_halo import HaloStrategy
 from alchemi_models_mace import MACEWrapper
 from alchemi_shardtensor import all_gather_rows, max_over_ranks, reduce_scatter_rows, sum_over_ranks
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, count_traffic
@@ -152,6 +153,52 @@ def test_a_steady_step_never_waits_for_the_device(pools, n_ranks, layout):
     for traffic in pools(n_ranks).run(steady_step, layout, timeout=120):
         assert traffic.host_syncs == 0
         assert traffic.reverses == (3 if n_ranks > 1 else 0)
+
+
+SIDE = 4000.0
+
+
+def scattered(n, side):
+    return torch.rand(n, 3, dtype=F64, generator=torch.Generator().manual_seed(n)) * side
+
+
+PLACES = {
+    "gas": (scattered(3000, 40), torch.eye(3, dtype=F64) * 40, True, 5.0),
+    "open": (scattered(500, 20), torch.zeros(3, 3, dtype=F64), False, 5.0),
+    "2,000 neighbours each": (scattered(40, 4), torch.eye(3, dtype=F64) * 4, True, 9.5),
+    "sheared": (scattered(200, 9), torch.tensor([[9.0, 0, 0], [6, 8, 0], [-5, 4, 7]], dtype=F64), True, 6.0),
+    "far apart": (
+        torch.tensor([[0, 0, SIDE - 1], [SIDE - 1, SIDE, 0], [1.0, 1, 1]], dtype=F64),
+        torch.eye(3, dtype=F64) * SIDE,
+        True,
+        4.5,
+    ),
+}
+
+
+def edges(comm, name):
+    """Every edge by global ids, sorted."""
+    positions, cell, pbc, cutoff = PLACES[name]
+    mine = torch.arange(comm.rank, len(positions), comm.size)
+    where = cell[None], torch.tensor([[pbc] * 3])
+    device = comm.device
+    on_device = (
+        positions[mine].to(device),
+        torch.zeros(len(mine), dtype=torch.long, device=device),
+        *(t.to(device) for t in where),
+    )
+    routing, index, shifts = HaloStrategy().connect(*on_device, cutoff, comm)
+    ids = routing.padded(mine.to(device))
+    rows = torch.cat([ids[index.flip(0)].T, shifts.long()], dim=1).cpu()
+    return comm.all_gather_rows(rows).unique(dim=0), sum(comm.gather_objects(len(rows)))
+
+
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("n_ranks", N_RANKS)
+def test_edges_found_on_gpus_are_those_found_on_the_cpu(pools, n_ranks, name):
+    expected, n = edges(Comm(), name)
+    for found, count in pools(n_ranks).run(edges, name, timeout=120):
+        assert count == n == len(found) and torch.equal(found, expected)
 
 
 ENSEMBLES = {

@@ -189,6 +189,39 @@ def test_rows_from_anywhere_become_a_batch(comm):
     close(results | {"forces": batch.gather(results["forces"])}, run(Comm(), atoms, Toy()))
     with pytest.raises(InputError, match="must be on one rank, once: the rows of 64"):
         ShardedBatch.from_owned(rows, mine * (mine != 63), DomainConfig(comm))
+    a, b = mine.double(), mine + 100.0
+    mixed = ShardedBatch.from_owned(rows, mine.int(), batch.config, {"a": a, "b": b} if comm.rank else {"b": b, "a": a})
+    assert torch.equal(mixed.gather(mixed.carried["b"]), mixed.gather(mixed.carried["a"]) + 100)
+    with pytest.raises(InputError, match="a of shape .* must have a row for each"):
+        ShardedBatch.from_owned(rows, mine, batch.config, {"a": a[1:] if comm.rank == comm.size - 1 else a})
+
+
+@ranks(2)
+@pytest.mark.parametrize("other", ["cell", "a"])
+def test_ranks_that_disagree_about_a_batch_are_told_so(comm, other):
+    whole, mine = Batch.from_ase(silicon(1)), torch.arange(comm.rank, 8, 2)
+    cell = whole.cell * (1.1 if comm.rank and other == "cell" else 1)
+    rows = Batch(whole.positions[mine], whole.atomic_numbers[mine], whole.batch[mine], cell, whole.pbc)
+    carried = {"a": mine.float() if comm.rank and other == "a" else mine.double()}
+    with pytest.raises(InputError, match=f"rank 1 has other {other} than rank 0"):
+        ShardedBatch.from_owned(rows, mine, DomainConfig(comm), carried)
+
+
+@ranks(2)
+def test_weights_stay_balanced_when_atoms_move(comm):
+    batch = ShardedBatch.share(Batch.from_ase(silicon(3)), DomainConfig(comm))
+    weights = torch.where(batch.positions[:, 0] < 6, 5.0, 1.0)
+    batch = batch.balanced(weights)
+    counts = comm.gather_objects(len(batch.ids))
+    assert max(counts) > 1.5 * min(counts)
+    domain = Domain(DistributedModel(Masked(cutoff=4.0), batch.config), batch)
+    partition = domain.batch.partition
+    domain.rebuild()
+    assert comm.gather_objects(len(domain.batch.ids)) == counts and domain.batch.partition is partition
+    domain.batch.positions.copy_(domain.batch.positions * 0.6)
+    domain.rebuild()
+    loads = comm.gather_objects(domain.batch.carried["weight"].sum().item())
+    assert domain.batch.partition is not partition and max(loads) < 1.1 * sum(loads) / 2
 
 
 @ranks(3)
@@ -224,6 +257,30 @@ def test_a_frame_of_a_file_is_read_by_all_ranks(comm, name, tmp_path):
     for bad, index in ((path, 3), (str(path) + "x", 0)):
         with pytest.raises(InputError, match=r"ASE cannot read .*frame"):
             ShardedBatch.from_file(bad, DomainConfig(comm), index)
+
+
+@ranks(1, 3)
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("2\nwater\nH 0 0 0\nH 0 0 1\nVEC1 5 0 0\nVEC2 0 6 0\nVEC3 0 0 7\n", None),
+        ("0\nProperties=species:S:1:pos:R:3\n", "without atoms"),
+        ("-3\nProperties=species:S:1:pos:R:3\nH 0 0 0\n", "ASE cannot read"),
+        ("2\nProperties=species:S:1:pos:R:3\nH 0 0 0\n", "ASE cannot read"),
+        ("1\nProperties=species:S:1:pos:R:3:move_mask:L:1\nH 0 0 0 F\n", "has FixAtoms"),
+    ],
+    ids=["vectors below", "no atoms", "fewer than none", "an atom missing", "a fixed atom"],
+)
+def test_files_that_are_special(comm, text, told, tmp_path):
+    path = comm.broadcast_object(tmp_path / "it.xyz")
+    if comm.rank == 0:
+        path.write_text(text)
+    if told is None:
+        batch = ShardedBatch.from_file(path, DomainConfig(comm))
+        assert batch.cell[0].diagonal().tolist() == [5, 6, 7] and batch.pbc.all() and batch.n_atoms == 2
+    else:
+        with pytest.raises(InputError, match=told):
+            ShardedBatch.from_file(path, DomainConfig(comm), index=0)
 
 
 @ranks(2)

@@ -65,7 +65,9 @@ def test_a_live_op_is_reduced_to_its_name_without_torch(live, name):
 
 
 @pytest.mark.parametrize(
-    "nameless", [lambda: 0, functools.partial(function), 3, None, functools.wraps(function)(lambda: 0)], ids=str
+    "nameless",
+    [lambda: 0, functools.partial(function), 3, None, functools.wraps(function)(lambda: 0)],
+    ids=["lambda", "partial", "number", "none", "wrapped lambda"],
 )
 def test_what_has_no_name_is_refused(nameless):
     def local():

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from alchemi_spec import InputError, InvalidCell, NonFinitePosition
 
+RESERVED = {"positions", "atomic_numbers", "batch", "cell", "pbc", "nodes", "ids"}
 FARTHEST = 1e8
 """Å. Beyond it float64 coordinates are coarser than 1e-8 Å, and forces are noise."""
 
@@ -47,7 +48,7 @@ class Batch:
                 )
         for level, count in (("per_atom", n), ("per_system", systems)):
             for name, value in getattr(self, level).items():
-                if name in shapes or len(value) != count:
+                if name in RESERVED or name.startswith("edge_") or len(value) != count:
                     raise InputError(
                         f"{level} field {name!r} of shape {tuple(value.shape)} must have {count} rows, and a name of its own."
                     )

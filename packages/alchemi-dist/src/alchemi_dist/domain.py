@@ -15,8 +15,9 @@ class Domain:
     """`model` on a `batch` whose positions and cell are changed in place.
 
     The lists are right while `slack` is not negative: then `evaluate` sends one exchange of positions and what the model's
-    layers need, and waits for nothing. `rebuild` gives each atom to the rank in whose part of space it is, with all its
-    fields, and makes lists and ghosts anew; `batch` is another afterwards.
+    layers need, and waits for nothing, unless the model would not ignore edges longer than its cutoff and has them trimmed.
+    `rebuild` gives each atom to the rank in whose part of space it is, with all its fields, and makes lists and ghosts anew;
+    `batch` is another afterwards.
     """
 
     def __init__(self, model: DistributedModel, batch: ShardedBatch, skin: float = 0.5) -> None:
@@ -35,8 +36,7 @@ class Domain:
         """The model's outputs at the batch's positions and cell, with the lists as they are. Every rank must call it."""
         self.model.refresh(self.data, self.batch)
         shown = self.model.shown(self.data, self.batch, self.skin)
-        with torch.enable_grad():  # forces are a gradient, also within a caller's no_grad
-            return self.model.compute(shown, self.batch, outputs)
+        return self.model.compute(shown, self.batch, outputs)
 
     def slack(self) -> Tensor:
         """How much nearer two of this rank's atoms may yet come to others (Å, a scalar on the device); nan if one is nowhere.

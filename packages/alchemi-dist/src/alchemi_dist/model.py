@@ -30,6 +30,7 @@ from alchemi_shardtensor import (
     Shard,
     ShardTensor,
     adapted,
+    all_gather_rows,
     find_layout,
     plain,
     tag,
@@ -67,7 +68,9 @@ class DistributedModel(nn.Module):
             UnsupportedElement, NonFinitePosition, InvalidCell, SpecError: on every rank, before anything is computed.
 
         """
-        return self.compute(self.prepare(batch), batch, tuple(self.spec.output_kinds) if outputs is None else outputs)
+        with torch.inference_mode(False):
+            data = self.prepare(batch)
+        return self.compute(data, batch, tuple(self.spec.output_kinds) if outputs is None else outputs)
 
     def prepare(self, batch: ShardedBatch, edges: Edges | None = None, skin: float = 0.0) -> dict[str, Tensor]:
         """Check this rank's atoms, find their edges and ghosts (or take `edges`), and tag every field of the data contract.
@@ -115,12 +118,11 @@ class DistributedModel(nn.Module):
 
         Rows that the model sees as the batch has them are the batch's own, and are shown already.
         """
-        storage, positions = self.table.storage, plain(data["positions"])
+        storage, positions, shard = self.table.storage, plain(data["positions"]), cast(ShardTensor, data["positions"]).shard
         if storage.replicated:
-            positions.copy_(batch.comm.all_gather_rows(batch.positions))
+            positions.copy_(all_gather_rows(batch.positions, _counts(shard, batch), batch.comm))
         elif storage.padded:
-            routing = cast(ShardTensor, data["positions"]).shard.routing
-            positions.copy_(routing.padded(batch.positions))
+            positions.copy_(shard.routing.padded(batch.positions))
 
     def shown(self, data: Mapping[str, Tensor], batch: ShardedBatch, skin: float) -> Mapping[str, Tensor]:
         """`data` with no edge that is longer than the model's cutoff now, for a model that would not ignore it."""
@@ -128,9 +130,12 @@ class DistributedModel(nn.Module):
             return data
         shard, storage = cast(ShardTensor, data["positions"]).shard, self.table.storage
         held = storage.padded or storage.replicated
-        points, systems = (
-            plain(data[name]) if held else shard.routing.padded(plain(data[name])) for name in ("positions", "batch")
-        )
+        points, systems = (plain(data[name]) for name in ("positions", "batch"))
+        if not held:
+            points = shard.routing.padded(points)
+            if "systems" not in shard.seen:  # they do not change
+                shard.seen["systems"] = shard.routing.padded(systems)
+            systems = shard.seen["systems"]
         shown = dict(data)
         for name, cutoff in cutoffs(self.model).items():
             index, shifts = (data[f"{kind}{name}"] for kind in ("edge_index", "edge_shifts"))
@@ -185,15 +190,17 @@ class DistributedModel(nn.Module):
             raise SpecError(
                 f"the model's specification has no {', '.join(unknown)}: it has {', '.join(self.spec.output_kinds)}."
             )
-        asked = list(outputs)
+        asked, missing = list(outputs), [False]
         if "stress" in asked:
             missing = [why is not None for why in batch.why_no_stress()]
             if all(missing):
                 asked.remove("stress")
         shard = cast(ShardTensor, data["positions"]).shard
-        with adapted(self.spec.distribution):
+        derivative = torch.is_grad_enabled() or not {"forces", "stress"}.isdisjoint(asked)
+        with adapted(self.spec.distribution), torch.inference_mode(False), torch.set_grad_enabled(derivative):
             results = self.model(data, asked)
-        results = {name: self._whole(name, value, shard, batch) for name, value in results.items()}
+        unread = {"stress"} - set(asked)
+        results = {name: self._whole(name, value, shard, batch) for name, value in results.items() if name not in unread}
         if "stress" in results and any(missing):
             absent = torch.tensor(missing, device=results["stress"].device)[:, None, None]
             results["stress"] = results["stress"].masked_fill(absent, 0)
@@ -213,7 +220,7 @@ class DistributedModel(nn.Module):
         if per_graph and name in self.spec.all_reduce_outputs and rows in (PARTIAL, None):
             return shard.comm.all_reduce(plain(value))
         if per_node and rows is GLOBAL:
-            before = sum(batch.comm.all_gather(torch.tensor(len(batch.ids))).tolist()[: batch.comm.rank])
+            before = sum(_counts(shard, batch)[: batch.comm.rank])
             return plain(value)[before : before + len(batch.ids)]
         if per_node and (rows in (PADDED, STALE) or (rows is None and name in self.spec.owned_only_outputs)):
             return plain(value)[: shard.n_owned]
@@ -225,3 +232,10 @@ class DistributedModel(nn.Module):
             f"Sum per-atom values through data['batch'], and make per-atom values from per-atom values; or say in the "
             f"specification how it comes (owned_only_outputs, all_reduce_outputs)."
         )
+
+
+def _counts(shard: Shard, batch: ShardedBatch) -> list[int]:
+    """How many atoms each rank owns; asked for once."""
+    if "counts" not in shard.seen:
+        shard.seen["counts"] = batch.comm.all_gather(torch.tensor(len(batch.ids))).tolist()
+    return cast(list[int], shard.seen["counts"])

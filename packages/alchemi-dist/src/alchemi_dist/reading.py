@@ -2,7 +2,8 @@
 
 import io
 from collections.abc import Iterator
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -27,23 +28,36 @@ def read_rows(path: str | Path, index: int, comm: Comm) -> tuple[Batch, Tensor, 
     The frame is dealt out in stretches. Every rank must call it.
 
     Raises:
-        InputError: on every rank, where there is no such frame or it cannot be read.
+        InputError: on every rank, where there is no such frame, it has no atoms or constraints, or it cannot be read.
 
     """
-    as_lines = Path(path).suffix in (".xyz", ".extxyz")
-    block, first, error = (_dealt if as_lines else _whole)(path, index, comm)
+    dealt = _Dealt.of(path, index, comm)
     rows: Rows | None = None
     with comm.agreement():
-        if error is not None:
-            raise error
-        rows = rows_of(_parsed(block, path)) if block else None
+        if dealt is None and comm.rank == 0:
+            rows = rows_of(_read(path, index))
+        elif dealt is not None and dealt.count:
+            rows = rows_of(_parsed(dealt, path))
     systems = comm.broadcast_object(None if rows is None else without_atoms(rows))
     batch, carried = rows or systems
+    first = 0 if dealt is None else dealt.first
     return batch, torch.arange(first, first + len(batch.positions)), carried
 
 
 def rows_of(atoms: Atoms) -> Rows:
-    """A structure of ASE's and, if it has them, its velocities and its masses."""
+    """A structure of ASE's and, if it has them, its velocities and its masses.
+
+    Raises:
+        InputError: where it has no atoms, or constraints, which nobody would keep.
+
+    """
+    if not len(atoms):
+        raise InputError("there is a frame without atoms.")
+    if atoms.constraints:
+        raise InputError(
+            f"the structure has {', '.join(type(c).__name__ for c in atoms.constraints)}, which dynamics here would not keep.\n"
+            f"Remove the constraints; or hold atoms by a function of `forces` that sets their forces to zero."
+        )
     found = {"momenta": ("velocities", lambda: atoms.get_velocities() * fs), "masses": ("masses", atoms.get_masses)}
     carried = {name: torch.from_numpy(read()) for key, (name, read) in found.items() if atoms.has(key)}
     return Batch.from_ase(atoms), carried
@@ -57,32 +71,37 @@ def without_atoms(rows: Rows) -> Rows:
     return replace(batch, **none, per_atom=per_atom), {name: value[:0].clone() for name, value in carried.items()}
 
 
-def _whole(path: str | Path, index: int, comm: Comm) -> tuple[Atoms | None, int, Exception | None]:
-    """The frame on rank 0."""
+@dataclass
+class _Dealt:
+    """A rank's stretch of an xyz frame: `count` lines from atom `first` on, and the line above them all."""
+
+    first: int
+    count: int
+    comment: bytes
+    lines: bytes = b""
+
+    @classmethod
+    def of(cls, path: str | Path, index: int, comm: Comm) -> "_Dealt | None":
+        """A rank's own; None where the file is none that can be dealt out. Rank 0 reads, a stretch at a time."""
+        frame = _frame(path, index) if comm.rank == 0 else None
+        found = comm.broadcast_object(None if frame is None else frame[1:])
+        if found is None:
+            return None
+        n, comment = found
+        ends = [-(-n * rank // comm.size) for rank in range(comm.size + 1)]  # rank 0 has some
+        mine = cls(ends[comm.rank], ends[comm.rank + 1] - ends[comm.rank], comment)
+        for rank, (start, end) in enumerate(pairwise(ends)):
+            block = b"" if frame is None else b"".join(islice(frame[0], end - start))
+            sent = _sent(block, rank, comm)
+            mine.lines = sent if rank == comm.rank else mine.lines
+        return mine
+
+
+def _read(path: str | Path, index: int) -> Atoms:
     try:
-        return (ase.io.read(path, index=index, parallel=False) if comm.rank == 0 else None), 0, None
+        return ase.io.read(path, index=index, parallel=False)
     except Exception as error:
-        return None, 0, _unreadable(path, index, error)
-
-
-def _dealt(path: str | Path, index: int, comm: Comm) -> tuple[bytes, int, Exception | None]:
-    """Some of an xyz file's lines, below its first two: a file in itself."""
-    lines: Iterator[bytes] = iter(())
-    n, comment, error = 0, b"", None
-    if comm.rank == 0:
-        try:
-            lines, n, comment = _frame(path, index)
-        except Exception as caught:
-            error = _unreadable(path, index, caught)
-    n, comment = comm.broadcast_object((n, comment))
-    ends = [-(-n * rank // comm.size) for rank in range(comm.size + 1)]  # rank 0 has some if there are any
-    mine = b""
-    for rank, count in enumerate(b - a for a, b in pairwise(ends)):
-        block = b"".join(islice(lines, count)) if comm.rank == 0 else b""
-        got = _sent(block, rank, comm)
-        mine = got if rank == comm.rank else mine
-    count = ends[comm.rank + 1] - ends[comm.rank]
-    return (b"%d\n%b%b" % (count, comment, mine) if count else b""), ends[comm.rank], error
+        raise InputError(f"ASE cannot read {path} (frame {index}): {type(error).__name__}: {error}") from error
 
 
 def _sent(block: bytes, to: int, comm: Comm) -> bytes:
@@ -94,10 +113,19 @@ def _sent(block: bytes, to: int, comm: Comm) -> bytes:
     return comm.all_to_all(wire, send, receive).numpy().tobytes()
 
 
-def _frame(path: str | Path, index: int) -> tuple[Iterator[bytes], int, bytes]:
-    """The lines of a frame's atoms, as they are read, how many there are, and the line above them."""
-    lines = _lines(path, index)
-    return lines, int(next(lines)), next(lines)
+def _frame(path: str | Path, index: int) -> tuple[Iterator[bytes], int, bytes] | None:
+    """The lines of an extxyz frame's atoms, as they are read, how many there are, and the line above them.
+
+    None for another format, also that of xyz files without a list of columns: ASE reads it whole, or says what is wrong.
+    """
+    if Path(path).suffix not in (".xyz", ".extxyz"):
+        return None
+    try:
+        lines = _lines(path, index)
+        n, comment = int(next(lines)), next(lines)
+    except (ValueError, LookupError, OSError, StopIteration):
+        return None
+    return (lines, n, comment) if n > 0 and b"Properties=" in comment else None
 
 
 def _lines(path: str | Path, index: int) -> Iterator[bytes]:
@@ -105,7 +133,8 @@ def _lines(path: str | Path, index: int) -> Iterator[bytes]:
     with Path(path).open("rb") as file:
         starts = list(_starts(file, index))
         file.seek(starts[index])
-        yield from iter(file.readline, b"")
+        with suppress(OSError):  # the atoms are fewer then than they should be, and are refused
+            yield from iter(file.readline, b"")
 
 
 def _starts(file: BinaryIO, index: int) -> Iterator[int]:
@@ -123,14 +152,9 @@ def _starts(file: BinaryIO, index: int) -> Iterator[int]:
             file.readline()
 
 
-def _parsed(block: Atoms | bytes, path: str | Path) -> Atoms:
-    if isinstance(block, Atoms):
-        return block
+def _parsed(dealt: _Dealt, path: str | Path) -> Atoms:
+    text = b"%d\n%b%b" % (dealt.count, dealt.comment, dealt.lines)
     try:
-        return ase.io.read(io.StringIO(block.decode()), format="extxyz")
+        return ase.io.read(io.StringIO(text.decode()), format="extxyz")
     except Exception as error:
         raise InputError(f"ASE cannot read the atoms of {path}: {type(error).__name__}: {error}") from error
-
-
-def _unreadable(path: str | Path, index: int, error: Exception) -> InputError:
-    return InputError(f"ASE cannot read {path} (frame {index}): {type(error).__name__}: {error}")

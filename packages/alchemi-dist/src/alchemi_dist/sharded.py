@@ -1,5 +1,7 @@
 """Structures shared out over ranks: a `ShardedBatch`, of which each rank holds its atoms."""
 
+import hashlib
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,7 +17,7 @@ from alchemi_shardtensor import Comm, DomainConfig, packed_all_to_all
 from alchemi_spec import InputError
 
 UNEVEN = 1.1
-"""A rank with this much more than the mean has the space cut anew."""
+"""Space is cut anew when a rank has this much more than the heaviest had when it was last."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +27,8 @@ class ShardedBatch:
     `positions` (n_owned, 3), `atomic_numbers` and `batch` (n_owned,) and `ids` (n_owned,), the rows of the whole batch
     that they are; `cell` (B, 3, 3) and `pbc` (B, 3) of all structures; `n_atoms` of the whole batch; further fields
     `per_atom` (n_owned, *F) and `per_system` (B, *F), which reach the model, and `carried` (n_owned, *F), such as
-    velocities, which go with the atoms and do not. `partition`: who owns which part of space; None before it is cut.
+    velocities, which go with the atoms and do not; `carried["weight"]`, if it is there, is what is balanced. `partition`: who
+    owns which part of space, None before it is cut; `heaviest`: the largest rank's load when it was.
     """
 
     config: DomainConfig
@@ -40,6 +43,7 @@ class ShardedBatch:
     per_system: Mapping[str, Tensor] = field(default_factory=dict)
     carried: Mapping[str, Tensor] = field(default_factory=dict)
     partition: Partition | None = None
+    heaviest: float = 0.0
 
     @classmethod
     def share(
@@ -72,14 +76,20 @@ class ShardedBatch:
 
         Raises:
             NonFinitePosition, InvalidCell: on every rank.
-            InputError: on every rank, unless each of the ids 0 ... n_atoms - 1 is on one rank, once.
+            InputError: on every rank, unless each of the ids 0 ... n_atoms - 1 is on one rank, once, with a row of each field,
+                and all ranks have the same systems and fields.
 
         """
         config = config or DomainConfig()
-        comm, device = config.comm, config.comm.device
+        comm, device, carried = config.comm, config.comm.device, carried or {}
         with comm.agreement():
-            check_positions(rows.positions, ids)
             find_strategy(config.strategy)
+            for name, value in {"positions": rows.positions, **carried}.items():
+                if len(value) != len(ids):
+                    raise InputError(f"{name} of shape {tuple(value.shape)} must have a row for each of the {len(ids)} ids.")
+            check_positions(rows.positions, ids)
+        _check_same(rows, carried, comm)
+        ids = ids.long()
         _check_ids(ids, comm)
         return cls(
             config,
@@ -87,12 +97,12 @@ class ShardedBatch:
             rows.atomic_numbers.to(device),
             rows.batch.to(device),
             ids.to(device),
-            rows.cell.to(device),
+            rows.cell.to(device, copy=True),  # which dynamics change in place
             rows.pbc.to(device),
             int(comm.all_reduce(torch.tensor(len(ids)))),
             _on(device, rows.per_atom),
             _on(device, rows.per_system),
-            _on(device, carried or {}),
+            _on(device, carried),
         ).balanced()
 
     @classmethod
@@ -121,10 +131,20 @@ class ShardedBatch:
         return replace(self, carried={**self.carried, **fields})
 
     def balanced(self, weights: Tensor | None = None) -> "ShardedBatch":
-        """Space cut anew, for an equal sum of `weights` (n_owned,) on each rank, and each atom with its owner."""
-        strategy = find_strategy(self.config.strategy)
+        """Space cut anew, for an equal sum of `weights` (n_owned,) on each rank, and each atom with its owner.
+
+        Weights are costs, such as a rank's measured step time over its number of atoms; they are carried along from then on.
+        """
+        batch = self if weights is None else self.carrying(weight=weights.to(self.positions))
+        weights, strategy = batch.carried.get("weight"), find_strategy(self.config.strategy)
         partition = strategy.partition(self.positions, self.batch, self.cell, self.pbc, self.comm, weights)
-        return replace(self, partition=partition).migrated()
+        moved = replace(batch, partition=partition).migrated()
+        return replace(moved, heaviest=moved._largest_load())
+
+    def _largest_load(self) -> float:
+        weights = self.carried.get("weight")
+        load = torch.tensor(float(len(self.ids)), dtype=torch.float64) if weights is None else weights.double().sum()
+        return self.comm.all_reduce(load, "max").item()
 
     def migrated(self) -> "ShardedBatch":
         """Each atom with the rank that owns the part of space it is in now, in one packed exchange, in the order of ids."""
@@ -146,9 +166,8 @@ class ShardedBatch:
     def settled(self) -> "ShardedBatch":
         """`migrated`, and `balanced` again where a rank has come to own much more than others."""
         moved = self.migrated()
-        most = self.comm.all_reduce(torch.tensor(len(moved.ids)), "max").item()
-        fair = max(UNEVEN * self.n_atoms / self.comm.size, self.n_atoms / self.comm.size + 1)
-        return moved.balanced() if most > fair else moved
+        atom = self.heaviest * self.comm.size / max(self.n_atoms, 1)
+        return moved.balanced() if moved._largest_load() > max(UNEVEN * self.heaviest, self.heaviest + atom) else moved
 
     def gather(self, rows: Tensor, dst: int | None = None) -> Tensor:
         """Values of this rank's atoms (n_owned, *F) -> of all atoms (n_atoms, *F), in the batch's order.
@@ -195,7 +214,23 @@ class ShardedBatch:
 
 
 def _on(device: torch.device, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value.to(device) for name, value in fields.items()}
+    """In one order on every rank."""
+    return {name: fields[name].to(device) for name in sorted(fields)}
+
+
+def _check_same(rows: Batch, carried: Mapping[str, Tensor], comm: Comm) -> None:
+    """Refuse systems or kinds of fields that are not the same on every rank."""
+    per_system = {"cell": rows.cell, "pbc": rows.pbc, **rows.per_system}
+    per_atom = {"positions": rows.positions, "atomic_numbers": rows.atomic_numbers, **rows.per_atom, **carried}
+    mine = {name: hashlib.sha256(pickle.dumps(value.tolist())).hexdigest() for name, value in per_system.items()}
+    mine |= {name: f"{value.dtype}, (n, {tuple(value.shape[1:])})" for name, value in per_atom.items()}
+    first, *others = comm.gather_objects(mine)
+    for rank, other in enumerate(others, 1):
+        differing = [name for name in sorted({*first, *other}) if other.get(name) != first.get(name)]
+        if differing:
+            raise InputError(
+                f"rank {rank} has other {', '.join(differing)} than rank 0: all ranks give the same systems and fields."
+            )
 
 
 def _check_ids(ids: Tensor, comm: Comm) -> None:

@@ -138,7 +138,14 @@ def _search(points: Tensor, box: Tensor, cutoff: float) -> tuple[Tensor, Tensor,
     while (cells := (heights / reach).floor().clamp(min=1)).prod() > MOST_CELLS * max(1.0, cells.min().item() ** 3 / 8):
         reach *= 1.1
     search = NeighborList(cutoff=reach, full_list=True, sorted=True, n_threads=torch.get_num_threads())
-    i, j, shift, distance = search.compute(points, box, EVERYWHERE, "ijSd")
+    try:
+        i, j, shift, distance = search.compute(points, box, EVERYWHERE, "ijSd")
+    except RuntimeError:
+        if not points.is_cuda:
+            raise
+        # vesin sets itself a limit of pairs on CUDA (VESIN_CUDA_MAX_PAIRS_PER_POINT); on the CPU there is none
+        i, j, shift = (found.to(points.device) for found in _search(points.cpu(), box.cpu(), cutoff))
+        return i, j, shift
     near = slice(None) if reach == cutoff else distance <= cutoff
     return i.long()[near], j.long()[near], shift[near].double()
 

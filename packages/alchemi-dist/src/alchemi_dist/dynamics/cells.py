@@ -88,7 +88,7 @@ class FrechetCell:
         """No deformation yet."""
         require_volume(state, "A relaxation of the cell")
         self.reference, self.logarithm = state.cell.clone(), torch.zeros_like(state.cell)
-        self.atoms = state.total(torch.ones_like(state.masses))
+        self.atoms = state.total(torch.ones_like(state.masses)).clamp(min=1)
 
     def forces(self, state: State) -> tuple[Tensor, Tensor]:
         """Those on atoms times F, and the gradient of the enthalpy in log F, over N."""

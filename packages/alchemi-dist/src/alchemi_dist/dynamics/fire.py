@@ -44,7 +44,7 @@ class FIRE:
     A system moves until its largest force is below `fmax` eV/Å, then it stands still while others go on. `cell`: None keeps
     it, "isotropic" and "full" relax it with the atoms under `pressure` eV/Å^3 (compression positive) in the coordinates of
     ASE's FrechetCellFilter, whose cell rows count as forces in `fmax`. All masses are 1 amu; `state.velocities` are FIRE's,
-    Å/fs. Two reductions in a step: one for three scalar products, one for the largest force.
+    Å/fs, zero when it has arrived. Two reductions in a step: one for three scalar products, one for the largest force.
     """
 
     conserves_momentum = False
@@ -107,6 +107,9 @@ class FIRE:
         self.products.copy_(torch.stack([turned, keep * vf + turn * ff, ff]))
         self._set_pace(vf > 0)
         self.largest.copy_(self._largest(state, atoms, cells))
+        moving = self.largest >= self.fmax
+        state.velocities *= moving[state.batch, None]
+        self.cell_velocities *= moving[:, None, None]
 
     def _set_pace(self, down: Tensor) -> None:
         hurry = down & (self.downhill > self.pace.patience)
