@@ -218,6 +218,21 @@ def test_grad_modes_of_the_caller_change_nothing(comm):
     torch.testing.assert_close(forces, plain.state.forces, rtol=0, atol=1e-12)
 
 
+def test_a_bias_may_be_the_gradient_of_an_energy():
+    def restraint(state):
+        x = state.positions.detach().requires_grad_()
+        state.forces -= torch.autograd.grad((0.3 * (x - 1).square()).sum(), x, create_graph=True)[0]
+
+    def same(state):
+        state.forces -= 0.6 * (state.positions - 1)
+
+    found, other = (simulation(Comm(), argon((2, 2, 2)), ARGON, NVE(2.0), forces=[f]) for f in (restraint, same))
+    for one in (found, other):
+        one.run(5)
+    assert not found.state.velocities.requires_grad
+    torch.testing.assert_close(found.state.positions, other.state.positions, rtol=0, atol=1e-12)
+
+
 def temperatures(comm, integrator, steps, atoms):
     found, curve = simulation(comm, atoms, ARGON, integrator, temperature=90.0), []
     for _ in range(steps):

@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from alchemi_dist.evaluate import TOLERANCE, Frame, Job, evaluate, within_tolerance
-from alchemi_dist.launching import Device, Dtype, on_ranks
+from alchemi_dist.launching import Device, Dtype, on_ranks, one_line_errors
 from alchemi_dist.md_cli import md_command, relax_command
 from alchemi_dist.plan_cli import plan_command
-from alchemi_spec import AlchemiError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command("md")(md_command)
@@ -47,15 +46,12 @@ def evaluate_command(
     """Energy, forces and stress of every frame of FILE."""
     console = Console(stderr=str(json_path) == "-")
     kind = getattr(torch, dtype) if dtype is not None else None
-    try:
+    with one_line_errors(console):
         items = on_ranks(ranks, device, model, evaluate, str(file), index, model, kind, check, trust_pickle)
         job = next(items, None)
         if job is None:  # a rank of torchrun's other than 0
             return
         frames = _write_and_show(items, job.n_frames, out, console)
-    except (AlchemiError, ValueError, OSError) as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     report = _report(frames, model)
     console.print(_table(frames, model, device, job))
     if json_path is not None:

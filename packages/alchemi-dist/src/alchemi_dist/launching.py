@@ -4,13 +4,18 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
 import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
 
 from alchemi_dist.registry import module_of
 from alchemi_shardtensor import RankPool, comm_from_environment
+from alchemi_spec import AlchemiError
 
 
 class Device(StrEnum):
@@ -46,3 +51,13 @@ def on_ranks(
     else:
         with RankPool(ranks, device.value, preload=[function.__module__, module_of(model)]) as pool:
             yield from pool.stream(function, *arguments)
+
+
+@contextmanager
+def one_line_errors(console: Console) -> Iterator[None]:
+    """What a user can put right is one message, and exits with 2."""
+    try:
+        yield
+    except (AlchemiError, ValueError, OSError) as error:
+        console.print(f"[bold red]{type(error).__name__}[/]: {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -15,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from alchemi_dist.dynamics.report import Report
 from alchemi_dist.dynamics.run import Done, Job, MDSettings, RelaxSettings, Settings, molecular_dynamics, relaxation
-from alchemi_dist.launching import Device, Dtype, on_ranks
-from alchemi_spec import AlchemiError
+from alchemi_dist.launching import Device, Dtype, on_ranks, one_line_errors
 
 
 class Ensemble(StrEnum):
@@ -177,16 +175,6 @@ def relax_command(
         _show_end(*run, console)
         if not run[1].converged:
             raise typer.Exit(1)
-
-
-@contextmanager
-def one_line_errors(console: Console) -> Iterator[None]:
-    """What a user can put right is one message, and exits with 2."""
-    try:
-        yield
-    except (AlchemiError, ValueError, OSError) as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
 
 
 def _plain(**options: Any) -> dict[str, Any]:

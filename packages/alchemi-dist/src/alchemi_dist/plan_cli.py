@@ -16,8 +16,9 @@ from ase import Atoms
 from rich.console import Console
 from rich.table import Table
 
+from alchemi_dist.launching import one_line_errors
 from alchemi_halo import Density, Frames, plan
-from alchemi_spec import AlchemiError, InputError
+from alchemi_spec import InputError
 
 THICKNESS = 100.0
 """Å, of a slab."""
@@ -83,13 +84,10 @@ def plan_command(
 ) -> None:
     """Ghosts, bytes, messages and imbalance of a partition, without making it."""
     console = Console(stderr=str(json_path) == "-")
-    try:
+    with one_line_errors(console):
         make = _shaped(shape, density) if file is None else _repeated(file)
         sizes, worlds = _numbers(atoms, "--atoms"), _numbers(ranks, "--ranks")
         rows = [_row(d, n, cutoff + skin, cut, layers, width, ITEMSIZE[dtype]) for d in map(make, sizes) for n in worlds]
-    except (AlchemiError, ValueError, OSError) as error:
-        console.print(f"[bold red]{type(error).__name__}[/]: {error}", highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from None
     what = f"{shape}, {density:g} atoms/Å³" if file is None else f"{file.name}, repeated"
     console.print(_table(rows, f"{what}; reach {cutoff + skin:g} Å; {layers} layers of {width} {dtype}; {cut}"))
     if json_path is not None:

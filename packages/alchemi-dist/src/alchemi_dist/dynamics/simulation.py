@@ -159,10 +159,12 @@ class Simulation:
     def _evaluate(self) -> None:
         state = self.state
         results = self.domain.evaluate(self.integrator.outputs)
-        state.energy, state.forces = results["energy"].double(), results["forces"].double()
-        state.stress = results["stress"].double() if "stress" in results else None
-        for change in self.forces:
-            change(state)
+        state.energy, state.forces = (results[name].detach().double() for name in ("energy", "forces"))
+        state.stress = results["stress"].detach().double() if "stress" in results else None
+        with torch.enable_grad():  # a bias may be a gradient
+            for change in self.forces:
+                change(state)
+        state.forces = state.forces.detach()
 
     def _call_hooks(self) -> None:
         due = [hook for hook in self.hooks if self.state.step % hook.every == 0]
