@@ -155,6 +155,6 @@ def _starts(file: BinaryIO, index: int) -> Iterator[int]:
 def _parsed(dealt: _Dealt, path: str | Path) -> Atoms:
     text = b"%d\n%b%b" % (dealt.count, dealt.comment, dealt.lines)
     try:
-        return ase.io.read(io.StringIO(text.decode()), format="extxyz")
+        return ase.io.read(io.StringIO(text.decode()), format="extxyz", parallel=False)
     except Exception as error:
         raise InputError(f"ASE cannot read the atoms of {path}: {type(error).__name__}: {error}") from error
