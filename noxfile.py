@@ -102,7 +102,7 @@ def together(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def long(session: nox.Session) -> None:
-    """Whole trajectories: thousands of steps, each compared with one process. Half an hour on two cores."""
+    """Whole trajectories: thousands of steps, each compared with one process. 20 minutes on two cores."""
     in_workspace(session, *PYTEST[:-1], "long", "packages/alchemi-dist/tests", **ONE_THREAD)
 
 
