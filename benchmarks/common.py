@@ -3,6 +3,7 @@
 # before e3nn 0.4.4, whose constants torch refuses to load otherwise
 from mace import modules  # isort: split
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -67,6 +68,19 @@ def argon(n_atoms):
     atoms = bulk("Ar", "fcc", a=5.4, cubic=True) * (repeats, repeats, repeats)
     atoms.rattle(0.1, seed=3)
     return atoms
+
+
+def arguments(description):
+    """What `halo.py` and `md.py` both ask for."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["lj", "mace"], default="lj")
+    parser.add_argument("--atoms", type=int, nargs="+", default=[4000])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--channels", type=int, default=128)
+    parser.add_argument("--skin", type=float, default=1.0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--out", type=Path)
+    return parser
 
 
 def synchronize(comm):

@@ -7,14 +7,12 @@ displaced by 0.2 Å before each rebuild, so that some migrate. The first step af
 shapes are new. Parity: forces against the first row's.
 """
 
-import argparse
 import json
 import statistics
 import time
-from pathlib import Path
 
 import torch
-from common import argon, mace, quartz, synchronize, write_report
+from common import argon, arguments, mace, quartz, synchronize, write_report
 
 from alchemi_dist import Batch, DistributedModel, Domain, DomainConfig, LennardJones, RankPool, ShardedBatch
 
@@ -61,15 +59,8 @@ def measure(comm, model, atoms, skin, repeats):
 
 def main():
     """Measure and report what the arguments ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["lj", "mace"], default="lj")
-    parser.add_argument("--atoms", type=int, nargs="+", default=[4000])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--channels", type=int, default=128)
-    parser.add_argument("--skin", type=float, default=1.0)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser = arguments(__doc__)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     make, model = (argon, LennardJones()) if options.model == "lj" else (quartz, mace(options.channels, torch.float32))
     rows = []

@@ -6,13 +6,11 @@ NVE at `--temperature` K, `--timestep` fs. Parity: the largest difference of the
 first `--check` steps, and the drift of the energy per atom over the run.
 """
 
-import argparse
 import json
 import time
-from pathlib import Path
 
 import torch
-from common import argon, mace, quartz, synchronize, write_report
+from common import argon, arguments, mace, quartz, synchronize, write_report
 
 from alchemi_dist import Batch, DistributedModel, Domain, DomainConfig, LennardJones, RankPool, ShardedBatch
 from alchemi_dist.dynamics import NVE, Simulation, thermalize
@@ -44,19 +42,12 @@ def measure(comm, model, atoms, options):
 
 def main():
     """Measure and report what the arguments ask for."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["lj", "mace"], default="lj")
-    parser.add_argument("--atoms", type=int, nargs="+", default=[4000])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--channels", type=int, default=128)
+    parser = arguments(__doc__)
     parser.add_argument("--cueq", action="store_true", help="cuEquivariance kernels")
     parser.add_argument("--temperature", type=float, default=80.0)
     parser.add_argument("--timestep", type=float, default=2.0)
-    parser.add_argument("--skin", type=float, default=1.0)
     parser.add_argument("--check", type=int, default=10)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     make, model = (argon, LennardJones()) if options.model == "lj" else (quartz, mace(options.channels, torch.float32))
     model = model.with_cueq() if options.cueq else model

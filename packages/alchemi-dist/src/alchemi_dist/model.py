@@ -87,7 +87,7 @@ class DistributedModel(nn.Module):
         if storage.replicated:
             atoms = {name: comm.all_gather_rows(field) for name, field in atoms.items()}
         edges = edges or self._connect(batch, atoms, skin)
-        routing, edge_index, _ = edges
+        routing = edges.routing
         lists = self._lists(edges, atoms, batch, skin)
         rows = GLOBAL if storage.replicated else OWNED
         if storage.padded:
@@ -190,20 +190,17 @@ class DistributedModel(nn.Module):
             raise SpecError(
                 f"the model's specification has no {', '.join(unknown)}: it has {', '.join(self.spec.output_kinds)}."
             )
-        asked, missing = list(outputs), [False]
-        if "stress" in asked:
-            missing = [why is not None for why in batch.why_no_stress()]
-            if all(missing):
-                asked.remove("stress")
+        asked, reasons = list(outputs), batch.why_no_stress() if "stress" in outputs else []
+        if "stress" in asked and None not in reasons:
+            asked.remove("stress")
         shard = cast(ShardTensor, data["positions"]).shard
         derivative = torch.is_grad_enabled() or not {"forces", "stress"}.isdisjoint(asked)
         with adapted(self.spec.distribution), torch.inference_mode(False), torch.set_grad_enabled(derivative):
             results = self.model(data, asked)
         unread = {"stress"} - set(asked)
         results = {name: self._whole(name, value, shard, batch) for name, value in results.items() if name not in unread}
-        if "stress" in results and any(missing):
-            absent = torch.tensor(missing, device=results["stress"].device)[:, None, None]
-            results["stress"] = results["stress"].masked_fill(absent, 0)
+        if "stress" in results and any(reasons):
+            results["stress"] = results["stress"].masked_fill(batch.without_stress[:, None, None], 0)
         return results
 
     def _whole(self, name: str, value: Tensor, shard: Shard, batch: ShardedBatch) -> Tensor:

@@ -205,6 +205,11 @@ class ShardedBatch:
         return self._no_stress
 
     @cached_property
+    def without_stress(self) -> Tensor:
+        """Which structures (B,) have no stress, on the ranks' device."""
+        return torch.tensor([why is not None for why in self._no_stress], device=self.comm.device)
+
+    @cached_property
     def _no_stress(self) -> list[str | None]:
         volumes = torch.linalg.det(self.cell.double()).abs().tolist()
         return [

@@ -4,7 +4,6 @@ import heapq
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,14 +23,6 @@ BALANCED = 1.15
 Shape = tuple[int, int, int]
 QUANTA = 1024
 """Weights are counted in this part of their mean: whole numbers have one sum on every rank, in any order."""
-
-
-class Partition(Protocol):
-    """Space shared out among ranks."""
-
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-        """The rank (n,) in whose part each atom (n, 3) Å lies, by this rank's knowledge alone."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +89,7 @@ class Cuts:
         at_node, tolerance = batch.clone(), CLOSE * sum(share for part in shares for _, share in part) / n_ranks
         while level := tree.grow():
             level.cut(fractional, load, at_node, frames, comm, tolerance)
-            at_node = tree.frozen().down(fractional, at_node)
+            at_node = tree.frozen().to(at_node.device).down(fractional, at_node)
         return tree.frozen()
 
     def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
@@ -115,9 +106,8 @@ class Cuts:
 
     def down(self, fractional: Tensor, node: Tensor) -> Tensor:
         """From each atom's node (n,) to the one below; a part is where it ends."""
-        tree = self.to(node.device)
-        beyond = leaning(fractional, tree.axis[node]) >= tree.at[node]
-        return torch.where(tree.rank[node] < 0, tree.below[node] + beyond.long(), node)
+        beyond = leaning(fractional, self.axis[node]) >= self.at[node]
+        return torch.where(self.rank[node] < 0, self.below[node] + beyond.long(), node)
 
 
 def leaning(fractional: Tensor, axis: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from vesin import NeighborList
 
-from alchemi_halo.cuts import Cuts, Grid, Partition
+from alchemi_halo.cuts import Cuts, Grid
 from alchemi_halo.frames import Frames
 from alchemi_shardtensor import Comm, Edges, Routing, packed_all_to_all
 
@@ -39,7 +39,7 @@ class HaloStrategy:
         comm: Comm,
         weights: Tensor | None = None,
         n_ranks: int | None = None,
-    ) -> Partition:
+    ) -> Cuts | Grid:
         """Share out space so that every rank's atoms (n, 3) Å have about the same sum of `weights` (n,), default 1 each.
 
         Weights are costs, such as a rank's measured step time over its number of atoms. `n_ranks`: for other ranks than these,
@@ -140,8 +140,8 @@ def _search(points: Tensor, box: Tensor, cutoff: float) -> tuple[Tensor, Tensor,
     search = NeighborList(cutoff=reach, full_list=True, sorted=True, n_threads=torch.get_num_threads())
     try:
         i, j, shift, distance = search.compute(points, box, EVERYWHERE, "ijSd")
-    except RuntimeError:
-        if not points.is_cuda:
+    except RuntimeError as error:
+        if "maximum capacity" not in str(error):
             raise
         # vesin sets itself a limit of pairs on CUDA (VESIN_CUDA_MAX_PAIRS_PER_POINT); on the CPU there is none
         i, j, shift = (found.to(points.device) for found in _search(points.cpu(), box.cpu(), cutoff))

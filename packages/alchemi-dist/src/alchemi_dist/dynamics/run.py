@@ -1,6 +1,7 @@
 """Molecular dynamics and relaxation of a file's structure, as the command line runs them, on any number of ranks."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -40,7 +41,7 @@ PHYSICS = ("model", "dtype", "ensemble", "temperature", "pressure", "cell", "tim
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(ABC):
     """What both kinds of runs are told: files, model, and how it is spread.
 
     `skin` Å; `pressure` GPa, compression positive; `every` how many steps apart reports and frames are.
@@ -75,9 +76,9 @@ class Settings:
         except ValueError as error:
             raise InputError(str(error)) from error
 
+    @abstractmethod
     def integrator(self) -> Integrator:
         """What moves the atoms."""
-        raise NotImplementedError
 
     def _check(self) -> None:
         at_least_one("steps", self.steps)
@@ -201,7 +202,6 @@ def relaxation(comm: Comm, settings: RelaxSettings) -> Iterator[Job | Report | D
     config, model = _prepared(comm, settings)
     assert settings.file is not None
     batch = ShardedBatch.from_file(settings.file, config, settings.index)
-    _refuse_nothing(batch, settings.file)
     with ExitStack() as closing:
         thermo, writers = _observers(settings, None, closing)
         optimizer = settings.integrator()
@@ -229,9 +229,7 @@ def _start(settings: MDSettings, config: DomainConfig) -> tuple[ShardedBatch, in
     """The structure and, at a restart, the step, the integrator's state and the checkpoint's index."""
     if settings.restart is None:
         assert settings.file is not None
-        batch = ShardedBatch.from_file(settings.file, config, settings.index)
-        _refuse_nothing(batch, settings.file)
-        return batch, None, {}, {}
+        return ShardedBatch.from_file(settings.file, config, settings.index), None, {}, {}
     batch, step, saved, index = load_checkpoint(settings.restart, config)
     before = index["settings"].get("ensemble", settings.ensemble)
     if before != settings.ensemble:
@@ -241,11 +239,6 @@ def _start(settings: MDSettings, config: DomainConfig) -> tuple[ShardedBatch, in
     if step >= settings.steps:
         raise InputError(f"{settings.restart} is at step {step}, and the run ends at {settings.steps}: give more --steps.")
     return batch, step, saved, index
-
-
-def _refuse_nothing(batch: ShardedBatch, file: str) -> None:
-    if batch.n_atoms == 0:
-        raise InputError(f"{file} has no atoms.")
 
 
 def _changes(settings: MDSettings, index: dict[str, Any]) -> tuple[str, ...]:
