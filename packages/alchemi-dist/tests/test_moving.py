@@ -335,7 +335,7 @@ def test_a_coordinate_that_went_nowhere_is_no_slack_and_one_error(comm):
 
 @ranks(1, 2)
 def test_a_step_between_rebuilds_is_one_exchange_of_positions_and_no_wait(comm):
-    for model, more in ((LennardJones(cutoff=4.0), 0), (Masked(cutoff=4.0), 3)):
+    for model, more, reverses in ((LennardJones(cutoff=4.0), 0, 0), (Masked(cutoff=4.0), 3, 3)):
         domain = domain_of(comm, silicon(2), model, skin=0.5)
         domain.evaluate()
         with count_traffic(comm) as traffic:
@@ -343,6 +343,7 @@ def test_a_step_between_rebuilds_is_one_exchange_of_positions_and_no_wait(comm):
             domain.slack()
             domain.evaluate()
         assert traffic.exchanges == (1 + more if comm.size > 1 else 0) and traffic.host_syncs == 0
+        assert traffic.reverses == (reverses if comm.size > 1 else 0)
 
 
 def test_a_skin_that_is_no_length_is_refused():

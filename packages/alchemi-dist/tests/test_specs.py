@@ -71,6 +71,31 @@ def test_lennard_jones_equals_one_rank_under_every_specification(comm, name):
     same_as_one_rank(comm, atoms, LennardJones(cutoff=6.0), spec=SPECS[name])
 
 
+@ranks(1, 3)
+@pytest.mark.parametrize("name", SPECS)
+def test_edges_come_in_the_order_of_receivers_under_every_specification(comm, name):
+    """What fused kernels find an atom's edges by."""
+    config = DomainConfig(comm)
+    batch = ShardedBatch.share(Batch.from_ase(STRUCTURES["batch"]), config)
+    data = DistributedModel(Toy(), config, SPECS[name]).prepare(batch, skin=0.5)
+    _, local = data["edge_index"].shard.storage.localized(data["edge_index"].shard, data["edge_index"])
+    assert (local.as_subclass(Tensor)[1].diff() >= 0).all()
+
+
+@ranks(2)
+@pytest.mark.parametrize("name", ["mpnn", "padded", "sharded", "graph parallel"])
+def test_lennard_jones_exchanges_positions_once_and_sends_nothing_home(comm, name):
+    config = DomainConfig(comm)
+    batch = ShardedBatch.share(Batch.from_ase([SILICON, Atoms("Ar"), bulk("Ar", a=5.3)]), config)
+    domain = Domain(DistributedModel(LennardJones(cutoff=4.0).float(), config, SPECS[name]), batch, skin=0.0)
+    domain.evaluate()  # global ids are looked up once
+    domain.batch.positions.add_(0.001)
+    with count_traffic(comm) as traffic:
+        results = domain.evaluate(("energy", "forces", "stress"))
+    assert (traffic.exchanges, traffic.reverses, traffic.reductions) == (1, 0, 2)
+    assert [results[name].dtype for name in ("energy", "forces")] == [torch.float32, torch.float64]
+
+
 @ranks(3)
 @pytest.mark.parametrize("name", SPECS)
 def test_atoms_may_move_under_every_specification(comm, name):

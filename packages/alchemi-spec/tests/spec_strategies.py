@@ -19,6 +19,7 @@ from alchemi_spec import (
     OpAdapter,
     OutputKind,
     PythonAdapter,
+    SameRows,
     ScatterOutputs,
     ScatterRule,
     ShardedStoragePolicy,
@@ -52,7 +53,7 @@ functions = st.builds("{}:{}".format, dotted, dotted)
 ops = st.builds("{}::{}".format, words, words) | st.builds("{}::{}.{}".format, words, words, words) | functions
 places = st.integers(0, 20) | words
 inputs = st.sampled_from([GatherInputs(), GatherInputsFull(), SliceOwned()])
-outputs = st.sampled_from([ScatterOutputs(), AllReduceSum(), SliceOutputsOwned()])
+outputs = st.sampled_from([ScatterOutputs(), AllReduceSum(), SliceOutputsOwned(), SameRows()])
 adapters = st.builds(OpAdapter, ops, st.dictionaries(places, inputs, max_size=3), st.dictionaries(places, outputs, max_size=3))
 methods = st.builds(MethodAdapter, module_path=dotted, class_name=dotted, method_name=dotted, replacement=functions)
 pythons = st.builds(PythonAdapter, module_path=dotted, function_name=dotted, replacement=functions)

@@ -1,14 +1,25 @@
 """A model on atoms that move: neighbour lists with a skin, made anew when an atom has moved too far."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import ceil
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from alchemi_dist.lists import cutoffs
 from alchemi_dist.model import DistributedModel
+from alchemi_dist.room import Capacity, Room
 from alchemi_dist.sharded import ShardedBatch
 from alchemi_halo import Frames
+from alchemi_shardtensor import Aside, Captured
+from alchemi_shardtensor.compiled import compiled
+from alchemi_spec import MissingHandler, OutputKind, SpecError
+
+T = TypeVar("T")
+MARGINS = (0.01, 0.03, 0.1)
+"""How much more a room holds than what moves needs, at first and after overflows."""
 
 
 class Domain:
@@ -18,6 +29,11 @@ class Domain:
     layers need, and waits for nothing, unless the model would not ignore edges longer than its cutoff and has them trimmed.
     `rebuild` gives each atom to the rank in whose part of space it is, with all its fields, and makes lists and ghosts anew;
     `batch` is another afterwards.
+
+    As `DomainConfig.compile` says, steps are captured: they run on tensors of fixed size (`room`), in CUDA graphs on CUDA; a
+    rebuild fills the same tensors. A room that has become too small is replaced by a larger one, and steps are captured anew.
+    `why_eager`: why they are not captured, or None; it may be found when a step is first made; `why_uncompiled`: why inductor
+    does not compile them. `recaptures`: how many rooms have become too small.
     """
 
     def __init__(self, model: DistributedModel, batch: ShardedBatch, skin: float = 0.5) -> None:
@@ -30,29 +46,67 @@ class Domain:
         if not skin >= 0:
             raise ValueError(f"a skin is a length that is added to the cutoff, so {skin} Å has no meaning: use 0 or more.")
         self.model, self.skin, self.batch = model, float(skin), batch
+        self.why_eager, self.why_uncompiled = _why_eager(model), None if _asked(model) == "inductor" else "it was not asked for"
+        self.room: Room | None = None
+        self.recaptures = 0
+        self._aside = Aside(batch.comm.device)
+        self._evaluations: dict[tuple[str, ...], Captured[dict[str, Tensor]]] = {}
+        self._reach = max(cutoffs(model.model).values()) + self.skin
         self.connect()
 
     def evaluate(self, outputs: Sequence[str] = ("energy", "forces")) -> dict[str, Tensor]:
         """The model's outputs at the batch's positions and cell, with the lists as they are. Every rank must call it."""
-        self.model.refresh(self.data, self.batch)
-        shown = self.model.shown(self.data, self.batch, self.skin)
-        return self.model.compute(shown, self.batch, outputs)
+        results = self.computed(tuple(outputs))
+        return results if self.room is None else self.room.living_rows(results)
+
+    def computed(self, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+        """`evaluate`, on all rows of the room, if there is one, and in tensors that the next call overwrites."""
+        if self.room is None:
+            self.model.refresh(self.data, self.batch)
+            return self.model.compute(self.model.shown(self.data, self.batch, self.skin), self.batch, outputs)
+        if outputs not in self._evaluations:
+            self._evaluations[outputs] = Captured(
+                self._compiled(partial(self._computed, outputs)), self.batch.comm, self._aside
+            )
+        results = self._evaluations[outputs]()
+        self.why_eager = self.why_eager or self._evaluations[outputs].why_not
+        return results
+
+    def _computed(self, outputs: tuple[str, ...]) -> dict[str, Tensor]:
+        assert self.room is not None
+        self.model.refresh(self.room.data, self.room.batch)
+        return self.room.whole(self.model.compute(self.room.shown(), self.room.batch, outputs))
+
+    def _compiled(self, step: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
+        """A step by inductor, if it was asked for and can be; otherwise as it is."""
+        if self.why_uncompiled is None and self.room is not None:
+            try:
+                return compiled(step, self.room.tensors, self.batch.comm)
+            except MissingHandler as error:
+                self.why_uncompiled = str(error)
+        return step
+
+    def captured(self, step: Callable[[], T]) -> Callable[[], T]:
+        """A step on this room's tensors, to be made while the room lasts; without a room, the step as it is."""
+        return step if self.room is None else Captured(step, self.batch.comm, self._aside)
 
     def slack(self) -> Tensor:
         """How much nearer two of this rank's atoms may yet come to others (Å, a scalar on the device); nan if one is nowhere.
 
         A pair that is not listed was further apart than r = cutoff + skin. The cell has since been deformed by F, and atom i
         has left the place to which F took it by d_i: so the pair is further apart than (1 - |F - 1|) r - d_i - d_j. The
-        ranks' smallest must not be negative.
+        ranks' smallest must not be negative. It is also negative once more edges came within the cutoff than there is room for.
         """
-        batch, frames = self.batch, self._frames
-        lattice = torch.where(batch.pbc[..., None], batch.cell.double(), frames.vectors)
+        batch = self.batch if self.room is None else self.room.batch
+        frames, systems = self._frames, len(self.batch.cell)
+        lattice = torch.where(self.batch.pbc[..., None], self.batch.cell.double(), frames.vectors)
         change = frames.inverse @ lattice - self._one
-        led = self._positions + torch.einsum("ni,nij->nj", self._positions, change[batch.batch])
-        left = (batch.positions - led).norm(dim=-1)
+        of_atoms = change.index_select(0, batch.batch.clamp(max=systems - 1))
+        left = (batch.positions - self._positions - torch.einsum("ni,nij->nj", self._positions, of_atoms)).norm(dim=-1)
         farthest = torch.cat([left, left.new_zeros(1)]).amax()
         stretch: Tensor = change.flatten(1).norm(dim=-1).amax()
-        return self.skin - stretch * self._reach - 2 * farthest
+        slack = self.skin - stretch * self._reach - 2 * farthest
+        return slack if self.room is None else torch.where(self.room.left < 0, -torch.inf, slack)
 
     def rebuild(self) -> None:
         """Move atoms to their owners, and make lists and ghosts anew. Every rank must call it.
@@ -64,10 +118,70 @@ class Domain:
         self.batch = self.batch.settled()
         self.connect()
 
+    def carry(self, **fields: Tensor) -> None:
+        """Have these per-atom fields (n_owned, *F) go with the batch's atoms. Every rank must call it."""
+        self.batch, self.room = self.batch.carrying(**fields), None
+        self.connect()
+
     def connect(self) -> None:
         """Make lists and ghosts anew, atoms staying where they are. Every rank must call it."""
-        self.data = self.model.prepare(self.batch, skin=self.skin)
-        self._reach = max(cutoffs(self.model.model).values()) + self.skin
-        self._positions = self.batch.positions.double().clone()
-        self._frames = Frames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
-        self._one = torch.eye(3, dtype=torch.float64, device=self.batch.comm.device)
+        data, before = self.model.prepare(self.batch, skin=self.skin), self.room
+        frames = Frames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
+        if self.why_eager is None:
+            self._fill_room(data)
+        self.data = data if self.room is None else self.room.data
+        positions = (self.batch if self.room is None else self.room.batch).positions.double()
+        if self.room is None or self.room is not before:
+            self._positions, self._frames = positions.clone(), frames
+            self._one = torch.eye(3, dtype=torch.float64, device=positions.device)
+        else:
+            self._positions.copy_(positions)
+            for kept, new in zip(vars(self._frames).values(), vars(frames).values(), strict=True):
+                kept.copy_(new)
+
+    def _fill_room(self, data: Mapping[str, Tensor]) -> None:
+        """Put `data` into the room, or into a larger one where any rank's is too small."""
+        needed, room = Capacity.needed(data, self._near(data)), self.room
+        misfit = room is None or room.capacity.joined(needed) != room.capacity
+        if room is None or self.batch.comm.all_reduce(torch.tensor(misfit)):
+            self.recaptures += room is not None
+            capacity = needed.grown(MARGINS[min(self.recaptures, len(MARGINS) - 1)] if self.skin else 0.0)
+            capacity = capacity if room is None else capacity.joined(room.capacity)
+            self.room, self._evaluations = Room(self.model, capacity, data, self.batch), {}
+        assert self.room is not None
+        self.batch = self.room.fill(data, self.batch)
+
+    def _near(self, data: Mapping[str, Tensor]) -> dict[str, int]:
+        """How many edges of each list the model is to be shown, and as many as may come in a step; none where all are."""
+        spec = self.model.spec
+        if not self.skin or (spec.ignores_longer_edges and not spec.compile.trim):
+            return {}
+        return {name: ceil(1.004 * int(near.sum())) for name, near in self.model.near(data, self.batch).items()}
+
+
+def _asked(model: DistributedModel) -> str:
+    """What the user wants, or else the model."""
+    return model.config.compile if model.config.compile != "auto" else model.spec.compile.mode
+
+
+def _why_eager(model: DistributedModel) -> str | None:
+    """Why steps are not captured, if that is known before they are made.
+
+    Raises:
+        SpecError: where a mode is asked for that the model cannot bear.
+
+    """
+    policy, comm, storage, asked = model.spec.compile, model.config.comm, model.table.storage, _asked(model)
+    if not getattr(policy, asked, True):
+        raise SpecError(f"compile={asked!r}, which this model's specification says that it cannot bear: use 'auto'.")
+    carried = comm.transport is None or comm.transport.carrier(comm.device) == comm.device
+    unknown = [name for name, kind in model.spec.output_kinds.items() if kind is OutputKind.UNKNOWN]
+    reasons = {
+        "compile is off": asked == "off",
+        "it was not asked for, and there are no graphs on the CPU": asked == "auto" and comm.device.type != "cuda",
+        "the model's specification says that it cannot bear it": not policy.capture,
+        "its layout's rows are not this rank's and its ghosts'": storage.whole,
+        f"it is not known what rows of its outputs {unknown} are": bool(unknown),
+        "messages go through the host": not carried,
+    }
+    return next((why for why, holds in reasons.items() if holds), None)

@@ -98,7 +98,7 @@ class DistributedModel(nn.Module):
         if self._needs_owners:
             routing = replace(routing, owners=Owners.of(batch.ids, comm))
             ids = routing.padded(batch.ids) if storage.global_ids else ids
-        routing = storage.prepared(routing)
+        routing = replace(storage.prepared(routing), wire=self.config.wire)
         shard = Shard(self.spec.distribution, routing, len(batch.cell), self.table)
         data = {
             **{name: tag(field, shard, rows, SYSTEMS if name == "batch" else None) for name, field in atoms.items()},
@@ -128,22 +128,28 @@ class DistributedModel(nn.Module):
         """`data` with no edge that is longer than the model's cutoff now, for a model that would not ignore it."""
         if not skin or self.spec.ignores_longer_edges:
             return data
+        shown = dict(data)
+        for name, near in self.near(data, batch).items():
+            index, shifts = (data[f"{kind}{name}"] for kind in ("edge_index", "edge_shifts"))
+            kept = near.nonzero().flatten()
+            shown[f"edge_index{name}"] = tag(plain(index)[:, kept], index.shard, None, NODES, BOTH)  # type: ignore[attr-defined]
+            shown[f"edge_shifts{name}"] = tag(plain(shifts)[kept], shifts.shard, shifts.rows)  # type: ignore[attr-defined]
+        return shown
+
+    def near(self, data: Mapping[str, Tensor], batch: ShardedBatch) -> dict[str, Tensor]:
+        """Of each edge list, which edges (E,) are no longer than its cutoff now."""
         shard, storage = cast(ShardTensor, data["positions"]).shard, self.table.storage
-        held = storage.padded or storage.replicated
         points, systems = (plain(data[name]) for name in ("positions", "batch"))
-        if not held:
+        if not (storage.padded or storage.replicated):
             points = shard.routing.padded(points)
             if "systems" not in shard.seen:  # they do not change
                 shard.seen["systems"] = shard.routing.padded(systems)
             systems = shard.seen["systems"]
-        shown = dict(data)
+        found = {}
         for name, cutoff in cutoffs(self.model).items():
-            index, shifts = (data[f"{kind}{name}"] for kind in ("edge_index", "edge_shifts"))
-            local = storage.localized(shard, index)[1]
-            kept = (lengths(plain(local), plain(shifts), points, systems, batch.cell) <= cutoff).nonzero().flatten()
-            shown[f"edge_index{name}"] = tag(plain(index)[:, kept], shard, None, NODES, BOTH)
-            shown[f"edge_shifts{name}"] = tag(plain(shifts)[kept], shard, shifts.rows)  # type: ignore[attr-defined]
-        return shown
+            local = storage.localized(shard, data[f"edge_index{name}"])[1]
+            found[name] = lengths(plain(local), plain(data[f"edge_shifts{name}"]), points, systems, batch.cell) <= cutoff
+        return found
 
     def _lists(
         self, edges: Edges, atoms: Mapping[str, Tensor], batch: ShardedBatch, skin: float

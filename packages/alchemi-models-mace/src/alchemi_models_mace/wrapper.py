@@ -1,8 +1,9 @@
 """MACE (Batatia et al., arXiv:2206.07697) behind alchemi-spec's contract; the model itself is not modified."""
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +14,7 @@ from mace.modules import MACE, ScaleShiftMACE, blocks
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, UntrustedPickle
+from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, OpAdapter, SameRows, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 MASKED_BY_FEATURES = {
@@ -29,9 +30,18 @@ MASKED_BY_CUTOFF = MASKED_BY_FEATURES | {
 }
 """Interactions to which an edge is nothing if the envelope is multiplied last (`apply_cutoff=False`)."""
 
+ROW_BY_ROW = tuple(OpAdapter(f"cuequivariance::{name}", {}, {0: SameRows()}) for name in ("uniform_1d", "fused_tensor_product"))
+"""Kernels of cuEquivariance that work on atoms or edges one by one; those that gather are handed the rows that they read."""
+SPEC = SPEC_MPNN_HALO.replaced(distribution=SPEC_MPNN_HALO.distribution.replaced(custom_ops=ROW_BY_ROW))
+SUMMED_ONCE = SPEC.replaced(
+    distribution=SPEC.distribution.replaced(per_system_reduce=False), all_reduce_outputs=frozenset({"energy"})
+)
+"""MACE's own classes add up energies and do nothing else with them: one sum over ranks, at the end, is enough."""
+PLAIN = (MACE, ScaleShiftMACE)
+
 
 class MACEWrapper(nn.Module):
-    """Any MACE model that `mace-torch` makes or loads, with e3nn or cuEquivariance kernels.
+    """Any MACE model that `mace-torch` makes or loads, with e3nn, cuEquivariance or OpenEquivariance kernels.
 
     `wrapper(data, outputs)` computes in the model's dtype: `wrapper.double()` and `wrapper.float()` change it. Differences of
     positions are formed in the wider of theirs and the model's, then cast; a scripted model forms them in its own. The
@@ -56,7 +66,8 @@ class MACEWrapper(nn.Module):
         self.cutoff = float(model.r_max)  # type: ignore[arg-type]
         numbers = [int(z) for z in model.atomic_numbers]  # type: ignore[union-attr]
         self.elements = frozenset(numbers)
-        self.distribution_spec = SPEC_MPNN_HALO.replaced(ignores_longer_edges=_ignores_longer_edges(model))
+        spec = SUMMED_ONCE if type(model) in PLAIN else SPEC
+        self.distribution_spec = spec.replaced(ignores_longer_edges=_ignores_longer_edges(model))
         onehot = torch.zeros(max(numbers) + 1, len(numbers))
         onehot[numbers, range(len(numbers))] = 1
         self.register_buffer("onehot", onehot.to(self.dtype), persistent=False)
@@ -95,6 +106,15 @@ class MACEWrapper(nn.Module):
         """The same model with cuEquivariance kernels (MACE's own conversion; needs the extra `cueq`); fused on CUDA."""
         from mace.cli.convert_e3nn_cueq import run  # noqa: PLC0415  only with the extra
 
+        return self._converted(run)
+
+    def with_oeq(self) -> "MACEWrapper":
+        """The same model with OpenEquivariance kernels (MACE's own conversion; needs CUDA and `openequivariance`); fused."""
+        from mace.cli.convert_e3nn_oeq import run  # noqa: PLC0415  only with the library
+
+        return self._converted(run)
+
+    def _converted(self, run: Callable[..., nn.Module]) -> "MACEWrapper":
         before = torch.get_default_dtype()
         try:
             fast = run(self.model, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -128,7 +148,10 @@ class MACEWrapper(nn.Module):
             "displacement": torch.zeros(len(cell), 3, 3, dtype=dtype, device=cell.device).requires_grad_(),
         }
         want_stress = "stress" in outputs
-        with _casting_edges(self.model, dtype, self.dtype), _reaching_fused_kernels(self.model, data["nodes"]):
+        with (
+            _casting_edges(self.model, dtype, self.dtype),
+            _reaching_fused_kernels(self.model, self._first_rows(data), data["nodes"]),
+        ):
             result = self.model(
                 mace_data,
                 compute_force="forces" in outputs or want_stress,
@@ -136,6 +159,15 @@ class MACEWrapper(nn.Module):
                 compute_displacement=want_stress,
             )
         return {name: result[name].detach().to(self.dtype) for name in outputs}
+
+    def _first_rows(self, data: Mapping[str, Tensor]) -> Callable[[], Tensor] | None:
+        """What makes the first layer's [owned | ghost] rows of the elements alone, which do not change, where that is known."""
+        block = self.model.interactions[0]  # type: ignore[index]
+        plain = type(self.model) in PLAIN and type(block) in MASKED_BY_CUTOFF and not hasattr(self.model, "joint_embedding")
+        if not (plain and getattr(block, "conv_fusion", None)):
+            return None
+        numbers = _plain(data["atomic_numbers"][data["nodes"]])
+        return lambda: block.linear_up(self.model.node_embedding(self.onehot[numbers]))  # type: ignore[index,operator,union-attr]
 
     def _dtype_of_differences(self, positions: Tensor) -> torch.dtype:
         """The wider of the positions' and the model's. Scripted parts cannot be shown another than the model's."""
@@ -146,7 +178,7 @@ class MACEWrapper(nn.Module):
 
 def _ignores_longer_edges(model: nn.Module) -> bool:
     """Whether an edge beyond the cutoff adds exactly nothing: MACE masks its envelope, but two interactions mix in more."""
-    if type(model) not in (MACE, ScaleShiftMACE):
+    if type(model) not in PLAIN:
         return False
     last = not getattr(model.radial_embedding, "apply_cutoff", True)
     masked = all(type(block) in (MASKED_BY_CUTOFF if last else MASKED_BY_FEATURES) for block in model.interactions)  # type: ignore[union-attr]
@@ -188,24 +220,50 @@ def _download(name: str) -> nn.Module:
 
 
 @contextmanager
-def _reaching_fused_kernels(model: nn.Module, nodes: Tensor) -> Iterator[None]:
-    """While open, convolutions that gather inside their kernel are handed the rows that their senders count."""
+def _reaching_fused_kernels(model: nn.Module, first: Callable[[], Tensor] | None, nodes: Tensor) -> Iterator[None]:
+    """While open, convolutions that gather inside their kernel are handed the rows that their senders count.
 
-    def reaching(kernel: Any) -> Any:
-        def forward(node_feats: Tensor, edge_attrs: Tensor, tp_weights: Tensor, edge_index: Tensor) -> Tensor:
-            rows, like = _plain(node_feats[nodes]), _plain(node_feats)
-            sender, receiver = (_plain(end) for end in edge_index)
-            return kernel([tp_weights, rows, _plain(edge_attrs)], {1: sender}, {0: like}, {0: receiver})[0]  # type: ignore[no-any-return]
-
-        return forward
-
+    `first` makes those of the first layer, which need not travel.
+    """
     with ExitStack() as replaced:
-        for block in model.interactions:  # type: ignore[union-attr]
+        for i, block in enumerate(model.interactions):  # type: ignore[arg-type]
             if getattr(block, "conv_fusion", None):
                 conv = block.conv_tp  # whose wrapped forward does not survive pickling: then its own is the kernel
                 kernel = conv.__dict__.get("original_forward", conv.forward)
-                replaced.enter_context(patch.object(conv, "forward", reaching(kernel)))
+                way = partial(_by_oeq if hasattr(conv, "layout_transpose_in") else _by_cueq, conv, kernel)
+                forward = partial(_reaching, way, nodes, None if i else first)
+                replaced.enter_context(patch.object(conv, "forward", forward))
         yield
+
+
+def _reaching(
+    way: Callable[..., Tensor],
+    nodes: Tensor,
+    known: Callable[[], Tensor] | None,
+    node_feats: Tensor,
+    edge_attrs: Tensor,
+    tp_weights: Tensor,
+    edge_index: Tensor,
+) -> Tensor:
+    """Messages (n_owned, K) of rows [owned | ghost], which travel now unless they are known."""
+    rows = node_feats[nodes] if known is None else known()
+    sender, receiver = (_plain(end) for end in edge_index)
+    return way(_plain(rows), _plain(node_feats), _plain(edge_attrs), _plain(tp_weights), sender, receiver)
+
+
+def _by_cueq(
+    conv: Any, kernel: Any, rows: Tensor, like: Tensor, attrs: Tensor, weights: Tensor, sender: Tensor, receiver: Tensor
+) -> Tensor:
+    return kernel([weights, rows, attrs], {1: sender}, {0: like}, {0: receiver})[0]  # type: ignore[no-any-return]
+
+
+def _by_oeq(
+    conv: Any, kernel: Any, rows: Tensor, like: Tensor, attrs: Tensor, weights: Tensor, sender: Tensor, receiver: Tensor
+) -> Tensor:
+    """Which makes a row of messages for each row that it reads."""
+    into, out = conv.layout_transpose_in, conv.layout_transpose_out
+    messages = kernel(into(rows) if into is not None else rows, attrs, weights, receiver, sender)[: len(like)]
+    return out(messages) if out is not None else messages  # type: ignore[no-any-return]
 
 
 def _plain(t: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """A torch.Tensor that knows its rows are one rank's share, and everything that ranks say to each other."""
 
 from alchemi_shardtensor.adapters import adapted, unscripted, wrap_custom_op
+from alchemi_shardtensor.capture import Aside, Captured
 from alchemi_shardtensor.collectives import (
     all_gather_rows,
     max_over_ranks,
@@ -52,6 +53,8 @@ __all__ = [
     "STALE",
     "SYSTEM",
     "SYSTEMS",
+    "Aside",
+    "Captured",
     "Comm",
     "DomainConfig",
     "Edges",

@@ -3,7 +3,7 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -37,6 +37,7 @@ from alchemi_spec import (
     MissingHandler,
     OpAdapter,
     PythonAdapter,
+    SameRows,
     ScatterOutputs,
     SliceOutputsOwned,
     SliceOwned,
@@ -87,14 +88,22 @@ def _called(
             f"Use GatherInputsFull and SliceOutputsOwned, or a halo policy."
         )
     full = any(isinstance(t, GatherInputsFull) for t in transforms.values())
-    shares = any(getattr(value, "rows", None) in SHARE for value in named.values())
+    shared = [t for t in _tensors(named.values()) if t.rows in SHARE]
     given = {name: _into(shard, transforms.get(name), value) for name, value in named.items()}
     result = op(**given)
     if isinstance(result, dict):
-        return {key: _out(shard, adapter.output_transforms.get(key), value, full, shares) for key, value in result.items()}
+        return {key: _out(shard, adapter.output_transforms.get(key), value, full, shared) for key, value in result.items()}
     if isinstance(result, (tuple, list)):
-        return tuple(_out(shard, adapter.output_transforms.get(i), value, full, shares) for i, value in enumerate(result))
-    return _out(shard, adapter.output_transforms.get(0), result, full, shares)
+        return tuple(_out(shard, adapter.output_transforms.get(i), value, full, shared) for i, value in enumerate(result))
+    return _out(shard, adapter.output_transforms.get(0), result, full, shared)
+
+
+def _tensors(values: Any) -> Iterator[ShardTensor]:
+    for value in values:
+        if isinstance(value, ShardTensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value)
 
 
 def _into(shard: Shard, transform: Any, value: Any) -> Any:
@@ -124,7 +133,7 @@ def _owned(shard: Shard, value: Tensor) -> Tensor:
     return mine
 
 
-def _out(shard: Shard, transform: Any, value: Any, full: bool, shares: bool) -> Any:
+def _out(shard: Shard, transform: Any, value: Any, full: bool, shared: Sequence[ShardTensor]) -> Any:
     """A result with its transform done, and what its rows then are."""
     if not isinstance(value, Tensor):
         return value
@@ -138,7 +147,10 @@ def _out(shard: Shard, transform: Any, value: Any, full: bool, shares: bool) -> 
     if isinstance(transform, SliceOutputsOwned):
         mine = value.index_select(0, shard.ids[: shard.n_owned]) if full else value[: shard.n_owned]
         return tag_in_place(mine, shard, OWNED)
-    if shares:
+    if isinstance(transform, SameRows):
+        kinds = {t.rows for t in shared if not t.row_dim and t.shape[:1] == value.shape[:1]}
+        return tag_in_place(value, shard, kinds.pop() if len(kinds) == 1 else LOST)
+    if shared:
         return tag(value, shard, LOST)
     replicated = shard.storage.replicated and value.shape[:1] == (shard.n_owned,)
     return tag(value, shard, GLOBAL if replicated else SYSTEM)

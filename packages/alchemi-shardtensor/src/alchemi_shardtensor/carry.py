@@ -161,7 +161,7 @@ def carry(
     if found and name in _VALUES_MOVE and not result.is_floating_point() and result.dtype != torch.bool:
         target, end = found[0].tag.points_at, _end(name, found)
     if any(s.tag.rows is PARTIAL for s in sources):
-        return tag_in_place(result, shard, PARTIAL if _is_linear(name, args) else LOST)
+        return tag_in_place(result, shard, PARTIAL if _is_linear(name, args) and result.is_floating_point() else LOST)
     shares = [s for s in sources if s.tag.rows in SHARE]
     if not shares:
         rows = _replicated(result, sources)
@@ -233,7 +233,7 @@ def tag_base(view: Any) -> None:
 
 _LINEAR = frozenset(
     "sum neg view reshape flatten squeeze unsqueeze select __getitem__ T mT transpose permute clone detach contiguous "
-    "double float add sub mul div __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ grad data".split()
+    "to double float add sub mul div __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ grad data".split()
 )
 """Operations of which the sum over ranks is the operation on the sum, if a factor is a number."""
 

@@ -92,9 +92,21 @@ class RankPool:
         """Stop the ranks."""
         self.close()
 
-    def _start(self) -> None:
+    def _context(self) -> Any:
+        """Processes are forked, unless a module of `preload` has initialised CUDA, which does not survive that."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOADED, *self.preload])
+        if self.device == "cpu":
+            return context
+        ours, theirs = context.Pipe()
+        probe = context.Process(target=_tell_whether_cuda_is_lost, args=(theirs,), daemon=True)
+        probe.start()
+        lost = ours.recv()
+        probe.join()
+        return multiprocessing.get_context("spawn") if lost else context
+
+    def _start(self) -> None:
+        context = self._context()
         self._folder = tempfile.TemporaryDirectory(prefix="alchemi-", ignore_cleanup_errors=True)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
@@ -230,6 +242,10 @@ def _device(kind: str, local_rank: int) -> torch.device:
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
+
+
+def _tell_whether_cuda_is_lost(connection: Connection) -> None:
+    connection.send(torch.cuda._is_in_bad_fork())
 
 
 def _serve(rank: int, size: int, kind: str, store: str, connection: Connection) -> None:

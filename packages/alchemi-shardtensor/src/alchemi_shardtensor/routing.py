@@ -93,7 +93,7 @@ class Routing:
     `send`: rows of mine that others read, grouped by the rank they go to (`send_splits` of them to each); the same row
     may go to several. Ghosts arrive grouped by owner, `recv_splits` from each. `owners`: where global ids are used.
     `idle`: it is known that no rank reads anything of another. `place`: where each ghost stands among all ranks' rows,
-    if they are to arrive by an all-gather.
+    if they are to arrive by an all-gather. `wire`: the widest floats in which rows of features travel.
     """
 
     comm: Comm
@@ -106,6 +106,7 @@ class Routing:
     place: Tensor | None = None
     counts: tuple[int, ...] = ()
     """How many rows each rank owns, where they are gathered."""
+    wire: torch.dtype | None = None
     shards: list[Any] = field(init=False, default_factory=list, repr=False)
     """What has been made with this routing: see `Shard.of`."""
 
@@ -149,8 +150,9 @@ class Routing:
         _check_rows("exchange", "owned", self.n_owned, fields)
         if self.place is not None:
             return tuple(self._gathered(owned) for owned in fields)
-        sent = [owned.index_select(0, self.send) for owned in fields]
-        return Travel.apply(self.comm, self.send_splits, self.recv_splits, False, *sent)  # type: ignore[no-any-return,no-untyped-call]
+        sent = [self._narrowed(owned.index_select(0, self.send)) for owned in fields]
+        got = Travel.apply(self.comm, self.send_splits, self.recv_splits, False, *sent)  # type: ignore[no-untyped-call]
+        return tuple(ghosts.to(owned.dtype) for ghosts, owned in zip(got, fields, strict=True))
 
     def reverse(self, ghosts: Tensor) -> Tensor:
         """Ghost rows (n_ghost, *F) -> summed into owned rows (n_owned, *F). Adjoint: `exchange`. Every rank must call it."""
@@ -161,8 +163,17 @@ class Routing:
         _check_rows("reverse", "ghost", self.n_ghost, fields)
         if self.place is not None:
             return tuple(self._scattered(ghosts) for ghosts in fields)
-        home = Travel.apply(self.comm, self.recv_splits, self.send_splits, True, *fields)  # type: ignore[no-untyped-call]
-        return tuple(h.new_zeros(self.n_owned, *h.shape[1:]).index_add(0, self.send, h) for h in home)
+        sent = map(self._narrowed, fields)
+        home = Travel.apply(self.comm, self.recv_splits, self.send_splits, True, *sent)  # type: ignore[no-untyped-call]
+        return tuple(
+            f.new_zeros(self.n_owned, *f.shape[1:]).index_add(0, self.send, h.to(f.dtype))
+            for f, h in zip(fields, home, strict=True)
+        )
+
+    def _narrowed(self, rows: Tensor) -> Tensor:
+        """Rows as they travel; those of three numbers may be coordinates, whose digits are needed."""
+        wide = self.wire is not None and rows.is_floating_point() and rows.itemsize > self.wire.itemsize
+        return rows.to(self.wire) if wide and rows.shape[1:] != (3,) else rows
 
     def _gathered(self, owned: Tensor) -> Tensor:
         return all_gather_rows(owned, self.counts, self.comm).index_select(0, self.place)  # type: ignore[arg-type]

@@ -79,6 +79,11 @@ class Storage:
         return routing if self.collective is None else routing.by(self.collective)
 
     @property
+    def whole(self) -> bool:
+        """Some tensors have the rows of all atoms, or are indexed by them."""
+        return self.collective is not None or self.global_ids or self.replicated
+
+    @property
     def indexes_owned(self) -> bool:
         """Local ids below the number of rows are the rows themselves, so that arange(len(x)) names them."""
         return not self.padded and not self.global_ids

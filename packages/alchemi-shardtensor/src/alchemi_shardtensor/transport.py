@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 Reduction = Literal["sum", "max", "min"]
 OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -41,7 +42,10 @@ class Transport(Protocol):
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """The collectives of a process group; `device` serves the host's tensors where the group carries CUDA's alone."""
+    """The collectives of a process group; `device` serves the host's tensors where the group carries CUDA's alone.
+
+    While make_fx traces, they are torch's functional collectives, which a compiler keeps, and in their order.
+    """
 
     group: dist.ProcessGroup
     device: torch.device
@@ -67,16 +71,29 @@ class GroupTransport:
 
     def all_to_all(self, out: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
         """Any number of rows from each rank to each."""
-        dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group)
+        if get_proxy_mode() is not None:
+            self._traced(out, "all_to_all_single", rows, list(receive), list(send))
+        else:
+            dist.all_to_all_single(out, rows, list(receive), list(send), group=self.group)
 
     def all_gather(self, out: Tensor, t: Tensor) -> None:
         """One tensor of each rank on every rank."""
-        dist.all_gather(list(out.unbind(0)), t, group=self.group)
+        if get_proxy_mode() is not None:
+            self._traced(out, "all_gather_into_tensor", t[None], self.size)
+        else:
+            dist.all_gather(list(out.unbind(0)), t, group=self.group)
 
     def all_reduce(self, t: Tensor, op: Reduction) -> None:
         """In the tensor's own type."""
-        dist.all_reduce(t, OPERATIONS[op], group=self.group)
+        if get_proxy_mode() is not None:
+            self._traced(t, "all_reduce", t, op)
+        else:
+            dist.all_reduce(t, OPERATIONS[op], group=self.group)
 
     def broadcast(self, t: Tensor, source: int) -> None:
         """From the group's rank `source`."""
         dist.broadcast(t, group_src=source, group=self.group)
+
+    def _traced(self, out: Tensor, name: str, *args: Any) -> None:
+        functional = torch.ops._c10d_functional
+        out.copy_(functional.wait_tensor(getattr(functional, name)(*args, self.group.group_name)))

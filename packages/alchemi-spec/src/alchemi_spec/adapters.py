@@ -46,8 +46,14 @@ class SliceOutputsOwned(Value):
     kind: Literal["slice_outputs_owned"] = "slice_outputs_owned"
 
 
+class SameRows(Value):
+    """Rows (n, *F) made one by one of those of the arguments, also within lists, that have as many: of the same kind."""
+
+    kind: Literal["same_rows"] = "same_rows"
+
+
 InputTransform = Annotated[GatherInputs | GatherInputsFull | SliceOwned, Field(discriminator="kind")]
-OutputTransform = Annotated[ScatterOutputs | AllReduceSum | SliceOutputsOwned, Field(discriminator="kind")]
+OutputTransform = Annotated[ScatterOutputs | AllReduceSum | SliceOutputsOwned | SameRows, Field(discriminator="kind")]
 
 
 def name_of(live: object) -> str:

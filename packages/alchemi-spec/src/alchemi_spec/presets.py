@@ -30,7 +30,9 @@ The mixture of experts is set by each system's composition, an average over its 
 choosing the experts by it waits for the device, which a captured step must not do.
 """
 
-SPEC_LJ_HALO = MLIPSpec(name="lj_halo", distribution=DistributionSpec(policy=PADDED))
+SPEC_LJ_HALO = MLIPSpec(
+    name="lj_halo", distribution=DistributionSpec(policy=PADDED), compile=CompilePolicy(inductor=False, trim=False)
+)
 """A pair potential under spatial decomposition, also one in an opaque kernel.
 
 The kernel indexes [owned | ghost] positions, which travel once per step, and nothing else does on the way in. Half lists

@@ -32,12 +32,14 @@ class OutputKind(Word):
 class CompilePolicy(Value):
     """`capture`, `inductor`: whether the model can bear its step in one CUDA graph, or a compiler. `mode`: which to use.
 
-    `auto` is the fastest that the model can bear; `off` is eager.
+    `auto` is the fastest that the model can bear; `off` is eager. `trim`: whether a captured step leaves out the edges between
+    cutoff and skin, which pays where an edge costs more than a look at its length.
     """
 
     mode: Literal["auto", "off", "capture", "inductor"] = "auto"
     capture: bool = True
     inductor: bool = True
+    trim: bool = True
 
     @model_validator(mode="after")
     def _borne(self) -> Self:
@@ -53,6 +55,7 @@ class CompilePolicy(Value):
             mode=agreed("compile.mode", self.mode, other.mode, "auto"),
             capture=self.capture and other.capture,
             inductor=self.inductor and other.inductor,
+            trim=self.trim or other.trim,
         )
 
 

@@ -14,7 +14,7 @@ from alchemi_dist.dynamics.matrices import (
     rows_times,
     symmetric,
 )
-from alchemi_dist.dynamics.parameters import PerSystem, one_of, require_volume
+from alchemi_dist.dynamics.parameters import PerSystem, one_of, require_volume, restore
 from alchemi_dist.dynamics.state import State
 
 
@@ -117,8 +117,7 @@ class FrechetCell:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """What `state_dict` gave, on the state's device."""
-        for name in ("reference", "logarithm", "atoms"):
-            setattr(self, name, saved[name].clone())
+        restore(self, {name: saved[name] for name in ("reference", "logarithm", "atoms")})
 
 
 def coordinates(cell: str | None, pressure: float | Tensor) -> Coordinates:

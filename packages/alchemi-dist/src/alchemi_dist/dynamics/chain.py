@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from alchemi_dist.dynamics.parameters import at_least_one, positive
+from alchemi_dist.dynamics.parameters import at_least_one, positive, restore
 
 
 class Chain:
@@ -74,4 +74,4 @@ class Chain:
 
     def load_state_dict(self, name: str, saved: Mapping[str, Tensor]) -> None:
         """What `state_dict` gave."""
-        self.positions, self.rates = saved[f"{name}_positions"].clone(), saved[f"{name}_rates"].clone()
+        restore(self, {part: saved[f"{name}_{part}"] for part in ("positions", "rates")})

@@ -8,7 +8,7 @@ from ase.units import fs
 from torch import Tensor
 
 from alchemi_dist.dynamics.cells import coordinates
-from alchemi_dist.dynamics.parameters import at_least_one, positive
+from alchemi_dist.dynamics.parameters import at_least_one, positive, restore
 from alchemi_dist.dynamics.state import AMU_A2_PER_FS2, State
 
 SAVED = ("timestep", "alpha", "downhill", "largest", "products", "cell_velocities")
@@ -143,6 +143,5 @@ class FIRE:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """What `state_dict` gave, on the state's device."""
-        for name in SAVED:
-            setattr(self, name, saved[name].clone())
+        restore(self, {name: saved[name] for name in SAVED})
         self.coordinates.load_state_dict(saved)

@@ -36,4 +36,4 @@ class Integrator(Protocol):
         """Everything beside the state that the next step depends on, the same on every rank: for checkpoints."""
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """What `state_dict` gave."""
+        """What `state_dict` gave; in place, where there is something already."""

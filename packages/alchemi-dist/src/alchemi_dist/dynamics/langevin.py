@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from alchemi_dist.dynamics.noise import normal
-from alchemi_dist.dynamics.parameters import PerSystem, positive
+from alchemi_dist.dynamics.parameters import PerSystem, positive, restore
 from alchemi_dist.dynamics.state import AMU_A2_PER_FS2, BOLTZMANN, State
 
 
@@ -63,4 +63,4 @@ class Langevin:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """What `state_dict` gave, on the state's device."""
-        self.heat = saved["heat"].clone()
+        restore(self, saved)

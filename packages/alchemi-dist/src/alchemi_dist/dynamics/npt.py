@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alchemi_dist.dynamics.chain import Chain
 from alchemi_dist.dynamics.matrices import exponential_and_mean, isotropic, on_diagonal, rows_times, symmetric, trace
-from alchemi_dist.dynamics.parameters import PerSystem, one_of, positive, require_volume
+from alchemi_dist.dynamics.parameters import PerSystem, one_of, positive, require_volume, restore
 from alchemi_dist.dynamics.state import BOLTZMANN, State
 
 
@@ -123,6 +123,6 @@ class NPT:
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
         """What `state_dict` gave, on the state's device."""
-        self.rate = saved["rate"].clone()
+        restore(self, {"rate": saved["rate"]})
         self.thermostat.load_state_dict("thermostat", saved)
         self.barostat.load_state_dict("barostat", saved)

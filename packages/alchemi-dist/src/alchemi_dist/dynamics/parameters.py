@@ -1,6 +1,7 @@
 """What integrators are given, checked when they are made."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -49,6 +50,25 @@ class PerSystem:
             raise ValueError(f"{self.name} has {len(self.values)} values for {systems} systems. Write one, or {systems}.")
         self.values = self.values.to(state.positions.device)
         return self.values.expand(systems)
+
+
+def restore(owner: object, saved: Mapping[str, Tensor]) -> None:
+    """Give attributes these values: in place where they are there already, for steps that are captured read them there."""
+    for name, value in saved.items():
+        kept = getattr(owner, name, None)
+        if isinstance(kept, Tensor) and kept.shape == value.shape:
+            kept.copy_(value)
+        else:
+            setattr(owner, name, value.clone())
+
+
+def fingerprint(value: object) -> object:
+    """What a captured step has taken over: numbers as they are, tensors as where they are, objects as what they hold."""
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, (dict, list, tuple)):
+        return tuple(fingerprint(v) for v in (value.items() if isinstance(value, dict) else value))
+    return tuple((k, fingerprint(v)) for k, v in vars(value).items()) if hasattr(value, "__dict__") else value
 
 
 def require_volume(state: State, what: str) -> None:

@@ -1,8 +1,8 @@
 """The loop: moves atoms by an integrator, keeps the lists right, and calls hooks. The same on every number of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from ase.data import atomic_masses
@@ -10,7 +10,9 @@ from torch import Tensor
 
 from alchemi_dist.domain import Domain
 from alchemi_dist.dynamics.integrator import Integrator
+from alchemi_dist.dynamics.parameters import fingerprint
 from alchemi_dist.dynamics.state import State
+from alchemi_dist.room import Room
 from alchemi_spec import InputError, NonFinitePosition
 
 AHEAD = 0.8
@@ -29,12 +31,15 @@ class Hook(Protocol):
         ...
 
 
-@dataclass
-class _Moment:
-    """What a step changes, to go back to: in place, by another object, and in the integrator."""
+CHANGED = ("positions", "velocities", "cell", "forces", "energy", "stress")
+"""What a step changes of a state, in place, beside the number of the step."""
 
-    tensors: dict[str, Tensor]
-    others: dict[str, Any]
+
+class _Moment(NamedTuple):
+    """What a step changes, to go back to."""
+
+    step: int
+    state: dict[str, Tensor]
     integrator: dict[str, Tensor]
 
 
@@ -47,7 +52,11 @@ class Simulation:
     While lists last, a step of a model that ignores longer edges is one exchange of positions, what its layers exchange, and
     no host synchronisation: as many steps as the fastest atom's speed allows are made without looking, then the smallest
     slack of all of them is read. If lists had ended meanwhile, the steps are taken back and made again with care; so none is
-    ever right by luck. Another model's lists are trimmed at each step, which waits for the device.
+    ever right by luck. Another model's lists are trimmed at each step, which waits for the device unless the domain's steps
+    are captured.
+
+    Where they are, each half of the integrator and the evaluation between them is one graph, on the rows of the domain's room;
+    `state` shows those that are alive.
     """
 
     def __init__(
@@ -68,14 +77,52 @@ class Simulation:
         self.domain, self.integrator, self.hooks, self.forces = domain, integrator, list(hooks), list(forces)
         self.rebuilds = self.taken_back = 0
         self._ahead, self._most, self._started = 0, FIRST, False
+        self._room: Room | None = None
+        self._key: object = None
         batch = domain.batch
         moving = {
             "velocities": torch.zeros_like(batch.positions),
             "masses": torch.from_numpy(atomic_masses).to(batch.positions)[batch.atomic_numbers],
         }
         given = {name: batch.carried[name].double() for name in moving if name in batch.carried}
-        domain.batch = batch.carrying(**(moving | given))
+        domain.carry(**(moving | given))
         self.state = State.of(domain.batch, integrator.conserves_momentum)
+        self._least = torch.zeros((), dtype=torch.float64, device=domain.batch.comm.device)
+        self._number = torch.zeros((), dtype=torch.long, device=domain.batch.comm.device)
+        self._hold()
+
+    def _hold(self) -> None:
+        """Step on the rows that the domain has now: its room's, dead ones among them, if it has one."""
+        state, room = self.state, self.domain.room
+        state.adopt(self.domain.batch)
+        rows, last = self.domain.batch if room is None else room.batch, len(state.cell) - 1
+        if room is None or room is not self._room:
+            self._moving = replace(state, forces=torch.zeros_like(rows.positions), step=self._number)  # type: ignore[arg-type]
+            self._moving.adopt(replace(rows, batch=rows.batch.clamp(max=last), cell=state.cell, pbc=state.pbc))
+            self._moving.counted = None if room is None else rows.batch
+            self._room = room
+            self._capture()
+        else:
+            self._moving.batch.copy_(rows.batch.clamp(max=last))
+        state.forces = self._moving.forces[: len(state.ids)]
+
+    def _capture(self) -> None:
+        self._first, self._second = map(self.domain.captured, (self._first_half, self._second_half))
+
+    def _first_half(self) -> None:
+        self._integrate(self.integrator.first_half)
+        self._least.copy_(torch.minimum(self._least, self.domain.slack()))
+
+    def _second_half(self) -> None:
+        self._number += 1
+        self._integrate(self.integrator.second_half)
+
+    def _integrate(self, half: Callable[[State], None]) -> None:
+        half(self._moving)
+        if self._room is not None:  # a graph keeps what it found at its recording
+            before, self._key = self._key, fingerprint(self.integrator)
+            if before != self._key and self._moving.positions.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("the integrator replaces its tensors instead of changing them in place.")
 
     def start(self) -> None:
         """Evaluate forces, tell the integrator and call hooks, unless that was done. `run` does it."""
@@ -88,6 +135,7 @@ class Simulation:
     def resume(self, step: int, integrator: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint after `step` steps, with what `integrator.state_dict()` was."""
         self.state.step, device = step, self.domain.batch.comm.device
+        self._number.fill_(step)
         self.integrator.load_state_dict({name: value.to(device) for name, value in integrator.items()})
         self._evaluate()
         self._started = True
@@ -104,6 +152,7 @@ class Simulation:
         """
         if self.state.positions is not self.domain.batch.positions:
             raise InputError("another simulation has moved this domain's atoms: make a new one to go on from where they are.")
+        self._take_what_was_given()
         self.start()
         end = self.state.step + steps
         while self.state.step < end:
@@ -118,36 +167,54 @@ class Simulation:
         self._check_forces()
         return until is not None and bool(until(self.state).all())
 
+    def _take_what_was_given(self) -> None:
+        """Fields that were replaced since the last run, and an integrator that was changed."""
+        for name in ("velocities", "masses"):
+            given, held = getattr(self.state, name), self.domain.batch.carried[name]
+            if given is not held:
+                held.copy_(given)
+                setattr(self.state, name, held)
+        if self._key is not None and self._key != fingerprint(self.integrator):
+            self._capture()
+
     def _step_with_care(self) -> None:
-        self.integrator.first_half(self.state)
-        if not self._slack_left(self.domain.slack()):
-            self.domain.rebuild()
-            self.rebuilds += 1
-            self.state.adopt(self.domain.batch)
-            self._slack_left(self.domain.slack())
-        self._finish_step()
+        self._least.fill_(torch.inf)
+        self._first()
+        if not self._slack_left():
+            self._rebuild()
+            self._slack_left()
+        self.state.step += 1
+        self._evaluate()
+        if self._room is not None and not self._slack_left():  # more edges than the room holds
+            self._rebuild()
+            self._evaluate()
+        self._second()
+
+    def _rebuild(self) -> None:
+        self.domain.rebuild()
+        self.rebuilds += 1
+        self._hold()
+        self._least.fill_(torch.inf)
 
     def _steps_without_looking(self, steps: int) -> bool:
         """Whether lists lasted; otherwise everything is as it was."""
-        before, least = self._moment(), self.domain.slack()
+        before = self._moment()
+        self._least.copy_(self.domain.slack())
         for _ in range(steps):
-            self.integrator.first_half(self.state)
-            least = torch.minimum(least, self.domain.slack())
-            self._finish_step()
-        if self._slack_left(least):
+            self._first()
+            self.state.step += 1
+            self._evaluate()
+            self._second()
+        if self._slack_left():
             self._most = max(self._most, 2 * steps)
             return True
         self._go_back(before)
         self._most, self.taken_back = max(1, steps // 4), self.taken_back + steps
         return False
 
-    def _finish_step(self) -> None:
-        self.state.step += 1
-        self._evaluate()
-        self.integrator.second_half(self.state)
-
-    def _slack_left(self, slack: Tensor) -> bool:
-        """Whether no rank's slack is negative, in one reduction; and how many steps it will last at the present speeds."""
+    def _slack_left(self) -> bool:
+        """Whether no rank's slack was or is negative, in one reduction; and how many steps it will last at present speeds."""
+        slack = torch.minimum(self._least, self.domain.slack())
         speeds = torch.linalg.vector_norm(self.state.velocities, dim=-1)
         both = torch.stack([-slack.nan_to_num(nan=-torch.inf), torch.cat([speeds, speeds.new_zeros(1)]).amax().nan_to_num()])
         least, fastest = self.domain.batch.comm.all_reduce(both, "max").tolist()
@@ -157,14 +224,19 @@ class Simulation:
         return bool(least <= 0)
 
     def _evaluate(self) -> None:
-        state = self.state
-        results = self.domain.evaluate(self.integrator.outputs)
-        state.energy, state.forces = (results[name].detach().double() for name in ("energy", "forces"))
-        state.stress = results["stress"].detach().double() if "stress" in results else None
-        with torch.enable_grad():  # a bias may be a gradient
-            for change in self.forces:
-                change(state)
-        state.forces = state.forces.detach()
+        state, moving, results = self.state, self._moving, self.domain.computed(self.integrator.outputs)
+        if ("stress" in results) != (state.stress is not None):
+            state.stress = moving.stress = torch.zeros_like(state.cell) if "stress" in results else None
+        for name, value in results.items():
+            getattr(moving, name).copy_(value)
+        if self.forces:
+            whole = state.forces
+            state.forces = whole.clone()
+            with torch.enable_grad():  # a bias may be a gradient
+                for change in self.forces:
+                    change(state)
+            whole.copy_(state.forces.detach())
+            state.forces = whole
 
     def _call_hooks(self) -> None:
         due = [hook for hook in self.hooks if self.state.step % hook.every == 0]
@@ -187,15 +259,13 @@ class Simulation:
                     )
 
     def _moment(self) -> _Moment:
-        tensors = {name: getattr(self.state, name).clone() for name in ("positions", "velocities", "cell")}
-        others: dict[str, Any] = {name: getattr(self.state, name).clone() for name in ("forces", "energy")}
-        others |= {"step": self.state.step, "stress": None if self.state.stress is None else self.state.stress.clone()}
-        return _Moment(tensors, others, {name: value.clone() for name, value in self.integrator.state_dict().items()})
+        held = {name: value.clone() for name in CHANGED if (value := getattr(self._moving, name)) is not None}
+        return _Moment(self.state.step, held, {name: value.clone() for name, value in self.integrator.state_dict().items()})
 
     def _go_back(self, moment: _Moment) -> None:
-        for name, value in moment.tensors.items():
-            getattr(self.state, name).copy_(value)
-        for name, value in moment.others.items():
-            setattr(self.state, name, value)
+        for name, value in moment.state.items():
+            getattr(self._moving, name).copy_(value)
+        self.state.step = moment.step
+        self._number.fill_(moment.step)
         self.integrator.load_state_dict(moment.integrator)
         self._ahead = 0

@@ -22,7 +22,8 @@ class State:
     `positions` (n, 3) Å, never wrapped; `velocities` (n, 3) Å/fs; `masses` (n,) amu; `batch` (n,) each atom's system; `ids`
     (n,) its row in the whole batch; `cell` (B, 3, 3) Å and `pbc` (B, 3) of all systems; `forces` (n, 3) eV/Å, `energy` (B,)
     eV and `stress` (B, 3, 3) eV/Å^3 (None where it was not asked for) at these positions; `freedom` (B,) the degrees of
-    freedom that hold kinetic energy; `step` how many steps have been made.
+    freedom that hold kinetic energy; `step` how many steps have been made. `counted` (n,): each atom's system in sums, B for a
+    dead atom that belongs to none (see `Room`); None where all are alive.
     """
 
     comm: Comm
@@ -38,6 +39,7 @@ class State:
     freedom: Tensor
     stress: Tensor | None = None
     step: int = 0
+    counted: Tensor | None = None
 
     @classmethod
     def of(cls, batch: ShardedBatch, conserves_momentum: bool = True) -> "State":
@@ -57,6 +59,7 @@ class State:
         """Hold the same systems' `batch` after its atoms have changed ranks; forces are to be evaluated."""
         self.positions, self.batch, self.ids = batch.positions, batch.batch, batch.ids
         self.velocities, self.masses = batch.carried["velocities"], batch.carried["masses"]
+        self.cell, self.pbc = batch.cell, batch.pbc
 
     def degrees_of_freedom(self, conserves_momentum: bool) -> Tensor:
         """(B,): 3N, less 3 where the centre of mass stays at rest; at least 1, for temperatures of single atoms."""
@@ -65,13 +68,15 @@ class State:
 
     def total(self, values: Tensor) -> Tensor:
         """Per-atom values (n, *F) -> their sum for each system (B, *F), the same on every rank. No host synchronisation."""
-        sums = values.new_zeros(len(self.cell), *values.shape[1:])
-        return self.comm.all_reduce(sums.index_add_(0, self.batch, values))
+        index = self.batch if self.counted is None else self.counted
+        sums = values.new_zeros(len(self.cell) + 1, *values.shape[1:])
+        return self.comm.all_reduce(sums.index_add_(0, index, values)[:-1])
 
     def largest(self, values: Tensor) -> Tensor:
         """Per-atom values (n,), not negative -> their maximum in each system (B,), the same on every rank; 0 without atoms."""
-        start = values.new_zeros(len(self.cell))
-        return self.comm.all_reduce(start.scatter_reduce(0, self.batch, values, "amax"), "max")
+        index = self.batch if self.counted is None else self.counted
+        start = values.new_zeros(len(self.cell) + 1)
+        return self.comm.all_reduce(start.scatter_reduce(0, index, values, "amax")[:-1], "max")
 
     def kinetic_energy(self) -> Tensor:
         """(B,) eV."""

@@ -16,9 +16,9 @@ import cloudpickle
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from alchemi_shardtensor.comm import Comm, Traffic
+from alchemi_shardtensor.waits import HostWaits
 
 EXACT = 1e-12
 """Round-off of float64 sums in another order."""
@@ -149,34 +149,6 @@ class Seed(torch.autograd.Function):
         return Leave.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
-_ATEN = torch.ops.aten
-_SYNCS = {
-    *(_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.bincount, _ATEN.is_nonzero),
-    *(_ATEN._unique2, _ATEN.unique_consecutive, _ATEN.unique_dim, _ATEN.repeat_interleave),
-}
-"""What waits for the device: its result, or its result's size, has to be known on the host."""
-
-
-class _HostSyncs(TorchDispatchMode):
-    def __init__(self, traffic: Traffic) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.traffic = traffic
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        masked = func.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_) and any(
-            i is not None and i.dtype == torch.bool for i in args[1]
-        )
-        to_host = isinstance(result, Tensor) and result.device.type == "cpu" and _device(args) == "cuda"
-        self.traffic.host_syncs += func.overloadpacket in _SYNCS or masked or to_host
-        return result
-
-
-def _device(args: Any) -> str | None:
-    return next((a.device.type for a in args if isinstance(a, Tensor)), None)
-
-
 @contextmanager
 def count_traffic(comm: Comm) -> Iterator[Traffic]:
     """Count what this rank sends inside the block, and how often it waits for its device; the numbers are there after it.
@@ -185,7 +157,8 @@ def count_traffic(comm: Comm) -> Iterator[Traffic]:
     them: `item`, `bool`, `nonzero`, boolean masks, `unique` and the like. `tolist` and `numpy` are seen on CUDA only.
     """
     before, counted = asdict(comm.traffic), Traffic()
-    with _HostSyncs(counted):
+    with HostWaits() as waits:
         yield counted
+    counted.host_syncs = len(waits.found)
     for name, value in asdict(comm.traffic).items():
         setattr(counted, name, getattr(counted, name) + value - before[name])

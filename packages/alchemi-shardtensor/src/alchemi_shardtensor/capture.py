@@ -1,0 +1,102 @@
+"""A step that is made again and again on the same tensors: recorded in one CUDA graph, exchanges and all, and replayed."""
+
+import traceback
+from collections.abc import Callable
+from dataclasses import astuple
+from typing import Generic, TypeVar
+
+import torch
+
+from alchemi_shardtensor.comm import Comm, Traffic
+from alchemi_shardtensor.waits import HostWaits, asked_at
+
+T = TypeVar("T")
+EAGER_CALLS = 5
+"""Before a graph is recorded: for checks that are made once and TorchScript's profiling; the last is searched for waits."""
+
+
+class Aside:
+    """A stream of its own and memory for steps that are captured: they share it, as they run one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.on_cuda = device.type == "cuda"
+        self.stream = torch.cuda.Stream(device) if self.on_cuda else None
+        self.pool = torch.cuda.graph_pool_handle() if self.on_cuda else None
+
+    def __call__(self, step: Callable[[], T]) -> T:
+        """Run a step on the stream, in turn with what is on the current one."""
+        if self.stream is None:
+            return step()
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            results = step()
+        current.wait_stream(self.stream)
+        return results
+
+    def record(self, step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of the step, which is not run."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            results = step()
+        return graph, results
+
+
+class Captured(Generic[T]):
+    """`step()`, which reads and writes tensors that stay where they are. Every rank must call it.
+
+    The first calls run as they are; the last of them is searched for what cannot be captured, which is named in `why_not` on
+    every rank: then all calls run as they are. Otherwise, on CUDA, the calls after them replay one graph, and what is returned
+    is the same tensors each time, overwritten by the next call of any step that is run `aside`. On the CPU there are no graphs.
+    """
+
+    def __init__(self, step: Callable[[], T], comm: Comm, aside: Aside) -> None:
+        self.step, self.comm, self.aside = step, comm, aside
+        self.calls = 0
+        self.why_not: str | None = None
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self._results: T
+        self._sent = Traffic()
+
+    def __call__(self) -> T:
+        """Make the step."""
+        if self.graph is None:
+            return self._eager()
+        self.graph.replay()
+        _add(self.comm.traffic, self._sent)
+        return self._results
+
+    def _eager(self) -> T:
+        self.calls += 1
+        if self.why_not is not None:
+            return self.step()
+        if self.calls == EAGER_CALLS:
+            return self._searched()
+        if self.calls > EAGER_CALLS and self.aside.on_cuda:
+            self._record()
+            return self()
+        return self.aside(self.step)
+
+    def _searched(self) -> T:
+        with HostWaits() as waits:
+            results = self.aside(self.step)
+        found = self.comm.gather_objects(waits.found[:1])
+        self.why_not = next((f"it waits for the device: {first}" for rank in found for first in rank), None)
+        return results
+
+    def _record(self) -> None:
+        before, graph, error = astuple(self.comm.traffic), None, None
+        try:
+            graph, self._results = self.aside.record(self.step)
+        except Exception as caught:  # what cannot be captured is torch's to know
+            frames = [frame for frame, _ in traceback.walk_tb(caught.__traceback__)]
+            error = f"{type(caught).__name__} {asked_at(frames[-1])}: {str(caught).splitlines()[0]}"
+        self._sent = Traffic(*(a - b for a, b in zip(astuple(self.comm.traffic), before, strict=True)))
+        _add(self.comm.traffic, self._sent, -1)
+        self.why_not = next((e for e in self.comm.gather_objects(error) if e is not None), None)
+        self.graph = graph if self.why_not is None else None
+
+
+def _add(traffic: Traffic, sent: Traffic, times: int = 1) -> None:
+    for name, n in vars(sent).items():
+        setattr(traffic, name, getattr(traffic, name) + times * n)

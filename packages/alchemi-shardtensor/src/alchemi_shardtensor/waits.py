@@ -1,0 +1,59 @@
+"""What keeps a step from being captured: operations that wait for the device, or whose result's size depends on values."""
+
+import linecache
+import os
+import sys
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_ATEN = torch.ops.aten
+_WAITS = {
+    *(_ATEN._local_scalar_dense, _ATEN.nonzero, _ATEN.masked_select, _ATEN.equal, _ATEN.bincount, _ATEN.is_nonzero),
+    *(_ATEN._unique2, _ATEN.unique_consecutive, _ATEN.unique_dim, _ATEN.repeat_interleave),
+}
+"""Their result, or its size, has to be known on the host."""
+_NOT_THE_MODEL = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+class HostWaits(TorchDispatchMode):
+    """While open, lists each wait for the device as `operation at file:line: code`, the line that asked for it.
+
+    Waits are found on the CPU, too, where nothing is waited for: `item`, `bool`, `nonzero`, boolean masks, `unique` and the
+    like. What only crosses between host and device (`tolist`, `cpu`, a tensor made on the host) is seen on CUDA.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation, and look at it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        masked = func.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_) and any(
+            i is not None and i.dtype == torch.bool for i in args[1]
+        )
+        crosses = func.overloadpacket in (_ATEN._to_copy, _ATEN.copy_) and _crosses(result, args)
+        if func.overloadpacket in _WAITS or masked or crosses:
+            self.found.append(f"{func.overloadpacket.__name__} {asked_at(sys._getframe(1))}")
+        return result
+
+
+def _crosses(result: Any, args: Any) -> bool:
+    """From device to host or back; what is pinned goes without a wait."""
+    source = next(a for a in reversed(args) if isinstance(a, Tensor))
+    return result.device.type != source.device.type and (result.device.type == "cpu" or not source.is_pinned())
+
+
+def asked_at(frame: FrameType | None) -> str:
+    """The nearest line outside torch and this package, from this frame outwards."""
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_MODEL):
+        frame = frame.f_back
+    if frame is None:
+        return "at an unknown line"
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    return f"at {path}:{line}: {linecache.getline(path, line).strip()}"
