@@ -5,11 +5,12 @@
     python run.py configs/quartz-mace.toml --compile off capture --measure evaluate --out results/quartz-mace.json
     python run.py configs/argon.toml --weak 100000 --ranks 1 2 4 8 --out results/argon-weak.json
 
-What the figures mean is in README.md; `report.py` makes tables and plots of them. Each row is measured by fresh processes. The
-file is written after each, so a run that is stopped keeps what it had.
+What the figures mean is in README.md; `report.py` makes tables and plots of them. Rows of as many ranks share their processes,
+and their caches of compiled kernels. The file is written after each row, so a run that is stopped keeps what it had.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -26,8 +27,8 @@ from alchemi_dist.dynamics import NVE, NoseHooverChain, Simulation, thermalize
 
 PROFILED = 5
 """Steps in which the share of communication is measured."""
-SETTLING = 4
-"""Steps after a rebuild that a block leaves out: TorchScript compiles where shapes are new, and graphs are captured anew."""
+SETTLING = 2
+"""Steps after a rebuild that a block leaves out: TorchScript compiles where shapes are new."""
 SENT = ("bytes", "messages", "exchanges", "reverses", "reductions")
 
 
@@ -51,6 +52,8 @@ class Job:
 def made_domain(comm, model, job, skin):
     """The model on the atoms, and what its first evaluation gave and took (ms): compilation is in it."""
     if comm.device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(comm.device)
     wire = job.config.get("wire")
     config = DomainConfig(comm, compile=job.compile, wire=getattr(torch, wire) if wire else None)
@@ -128,7 +131,7 @@ def dynamics(comm, model, job):
     found = {"first_ms": first, "p95_ms": None} | whole(comm, simulation, settings["steps"], len(job.atoms)) | memory(comm)
     found["exchange_share"] = exchange_share(comm, partial(simulation.run, PROFILED))
     found["bare_ms"], found["bare_p95_ms"] = milliseconds(comm, domain.evaluate, job.config["evaluate"]["steps"])
-    blocks = [block(comm, domain, job.measure, settings) for _ in range(settings["repeats"])]
+    blocks = [block(comm, simulation, settings["block"]) for _ in range(settings["repeats"])]
     found["rebuild_ms"] = statistics.median(rebuild for rebuild, _ in blocks)
     between = [step for _, step in blocks if step is not None]
     found["between_ms"] = statistics.median(between) if between else None
@@ -153,16 +156,13 @@ def whole(comm, simulation, steps, n_atoms):
     return found | {"temperature": simulation.state.temperature().item(), "drift_ev_per_atom": drift}
 
 
-def block(comm, domain, measure, settings):
-    """How long a rebuild takes (ms), and each of the steps after it and `SETTLING` more; None where lists ended among them.
-
-    Another simulation goes on with the positions and velocities, as forces were of the atoms that a rank had before.
-    """
-    _, rebuild = timed(comm, domain.rebuild)
-    simulation = Simulation(domain, integrator(measure, settings))
+def block(comm, simulation, steps):
+    """How long a rebuild and an evaluation take (ms), and each of the steps soon after; None where lists ended among them."""
+    _, rebuild = timed(comm, simulation.rebuild)
     simulation.run(SETTLING)
-    _, ms = timed(comm, partial(simulation.run, settings["block"]))
-    return rebuild, None if simulation.rebuilds or simulation.taken_back else ms / settings["block"]
+    before = simulation.rebuilds + simulation.taken_back
+    _, ms = timed(comm, partial(simulation.run, steps))
+    return rebuild, None if simulation.rebuilds + simulation.taken_back > before else ms / steps
 
 
 def rebuild(comm, model, job):
@@ -192,11 +192,23 @@ def rebuilt(comm, domain, displacement, generator):
 MEASURES = {"evaluate": evaluate, "nvt": dynamics, "nve": dynamics, "rebuild": rebuild}
 
 
-def pooled(function, model, job, options):
-    """What each rank of a pool of its own found, and rank 0's results."""
-    with RankPool(job.ranks, options.device, preload=PRELOAD[job.config["model"]["make"]]) as pool:
-        per_rank = pool.run(function, model, job, timeout=options.timeout)
-    return [found for found, _ in per_rank], per_rank[0][1]
+class Pools:
+    """One pool of processes for each number of ranks, started when it is asked for."""
+
+    def __init__(self, options):
+        self.options, self.kept = options, {}
+
+    def __call__(self, function, model, job):
+        """What each rank found, and rank 0's results."""
+        if job.ranks not in self.kept:
+            self.kept[job.ranks] = RankPool(job.ranks, self.options.device, preload=PRELOAD[job.config["model"]["make"]])
+        per_rank = self.kept[job.ranks].run(function, model, job, timeout=self.options.timeout)
+        return [found for found, _ in per_rank], per_rank[0][1]
+
+    def close(self):
+        """End them all."""
+        for pool in self.kept.values():
+            pool.close()
 
 
 def slowest(per_rank):
@@ -230,8 +242,8 @@ def rounded(value):
 class Parity:
     """Differences from one rank without compilation; where that does not fit, from the first row of the kind."""
 
-    def __init__(self, model, options):
-        self.model, self.options, self.known = model, options, {}
+    def __init__(self, model, pooled):
+        self.model, self.pooled, self.known = model, pooled, {}
 
     def __call__(self, job, results):
         """The largest difference of forces (eV/Å) or positions (Å), the energy's relative one, and what they are from."""
@@ -250,7 +262,7 @@ class Parity:
         """A plain evaluation on one rank, or None where it fails."""
         job = Job(job.config, job.atoms, 1, "off", "evaluate")
         try:
-            return job.label, pooled(single, self.model, job, self.options)[1]
+            return job.label, self.pooled(single, self.model, job)[1]
         except Exception as error:
             print(f"no parity with one rank: {first_line(error)}", flush=True)
             return None
@@ -274,11 +286,11 @@ def head(job, options):
     return row
 
 
-def measured(model, job, options, parity):
+def measured(model, job, options, pooled, parity):
     """One row; with `error` where it failed."""
     row = head(job, options)
     try:
-        per_rank, results = pooled(MEASURES[job.measure], model, job, options)
+        per_rank, results = pooled(MEASURES[job.measure], model, job)
         found = slowest(per_rank)
         found |= rates(found["ms_per_step"], len(job.atoms), row.get("timestep_fs", 1.0))
         row |= {name: rounded(value) for name, value in found.items()}
@@ -347,14 +359,16 @@ def main(words=None):
     rows = json.loads(options.peers.read_text(encoding="utf-8"))["rows"] if options.peers else []
     make, dtype = MODELS[config["model"]["make"]], getattr(torch, config["dtype"])
     model = make(**config["model"].get("arguments", {}), dtype=dtype)
-    parity = Parity(model, options)
+    pooled = Pools(options)
+    parity = Parity(model, pooled)
     for job in jobs(config, options.weak):
         if time.monotonic() - began > options.budget:
             print(f"the budget of {options.budget} s is spent: the rest is left out", flush=True)
             break
-        rows.append(measured(model, job, options, parity))
+        rows.append(measured(model, job, options, pooled, parity))
         print(json.dumps(rows[-1], ensure_ascii=False), flush=True)
         write_report(options.out, options.device, rows)
+    pooled.close()
 
 
 if __name__ == "__main__":

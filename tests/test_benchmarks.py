@@ -12,7 +12,7 @@ EXACT = 1e-10
 KEYS = """model system atoms edges ranks device dtype compile ms_per_step p95_ms katom_steps_per_s ns_per_day_1fs peak_gib
 exchange_share parity""".split()
 FEW = "evaluate.steps=2 evaluate.warmup=1 dynamics.steps=3 dynamics.check=2 dynamics.repeats=1 dynamics.block=1".split()
-PEER = {"peer": "another", "model": "Lennard-Jones", "system": "argon", "atoms": 108, "ranks": 1, "kernels": "torch"}
+PEER = {"peer": "another", "model": "Lennard-Jones", "system": "argon", "atoms": 108, "ranks": 1, "kernels": "triton"}
 SPEED = {"compile": None, "ms_per_step": 1.0, "peak_gib": None, "energy": -8.0, "max_force": 0.1}
 
 
@@ -47,6 +47,6 @@ def test_rows_have_their_keys_and_parity(result):
 def test_the_report_has_a_table_and_plots(run, result, tmp_path, capsys):
     run("report", result, "--plots", tmp_path)
     text = capsys.readouterr().out
-    assert "| argon, Lennard-Jones torch float64 | 108 | 2 | off |" in text
-    assert "(another torch)" in text and "## Peers" in text
+    assert "| argon, Lennard-Jones triton float64 | 108 | 2 | off |" in text
+    assert "(another triton)" in text and "## Peers" in text
     assert (tmp_path / "strong.png").stat().st_size > 10_000 and (tmp_path / "strong.svg").exists()

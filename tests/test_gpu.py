@@ -13,6 +13,7 @@ from alchemi_dist.evaluate import TOLERANCE
 from alchemi_halo import HaloStrategy
 from alchemi_models_mace import MACEWrapper
 from alchemi_shardtensor import all_gather_rows, max_over_ranks, reduce_scatter_rows, sum_over_ranks
+from alchemi_shardtensor.capture import EAGER_CALLS
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, count_traffic
 
 pytestmark = pytest.mark.gpu
@@ -210,9 +211,9 @@ ENSEMBLES = {
 }
 
 
-def moving(comm, name, ensemble):
+def moving(comm, name, ensemble, mode="auto"):
     model, atoms = CASES[name]()
-    config = DomainConfig(comm)
+    config = DomainConfig(comm, compile=mode)
     batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(model.double(), config), batch, 0.4), ENSEMBLES[ensemble]())
     thermalize(simulation.state, 200.0, seed=1)
@@ -239,26 +240,63 @@ def test_trajectories_on_gpus_equal_one_process_on_the_cpu(pools, n_ranks, name,
         torch.testing.assert_close(result[1], cell, rtol=0, atol=1e-8)
 
 
-def block(comm, name, ensemble):
-    """Traffic of a step between rebuilds, in which torch raises where the host waits for the device."""
-    simulation = moving(comm, name, ensemble)
-    for step in range(3):
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
-        try:
-            simulation.start()
-            with count_traffic(comm) as traffic:
-                simulation.integrator.first_half(simulation.state)
-                simulation.domain.slack()
-                simulation._finish_step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-    return traffic
+def graphs(simulation):
+    """Of a step: the integrator's halves and the evaluation."""
+    return [*simulation.domain._evaluations.values(), simulation._first, simulation._second]
 
 
+def block(comm, name, ensemble, mode):
+    """Traffic of a step between rebuilds, in which torch raises where the host waits for the device, and what it allocates."""
+    simulation = moving(comm, name, ensemble, mode)
+    simulation.run(EAGER_CALLS + 3)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with count_traffic(comm) as traffic:
+            simulation._first()
+            simulation._evaluate()
+            simulation._second()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+    recorded = mode == "capture" and all(step.graph is not None for step in graphs(simulation))
+    return traffic, made, recorded, simulation.domain.why_eager
+
+
+@pytest.mark.parametrize("mode", ["off", "capture"])
 @pytest.mark.parametrize("ensemble", ["nve", "langevin", "nvt", "npt"])
 @pytest.mark.parametrize(("name", "exchanges"), [("lj", 1), ("mace", 3)])
 @pytest.mark.parametrize("n_ranks", [n for n in N_RANKS if n <= GPUS])
-def test_a_step_between_rebuilds_never_waits_for_the_device(pools, n_ranks, name, exchanges, ensemble):
-    for traffic in pools(n_ranks).run(block, name, ensemble, timeout=120):
-        assert traffic.host_syncs == 0 and traffic.exchanges == (exchanges if n_ranks > 1 else 0)
+def test_a_step_between_rebuilds_never_waits_for_the_device(pools, n_ranks, name, exchanges, ensemble, mode):
+    for traffic, made, recorded, why_eager in pools(n_ranks).run(block, name, ensemble, mode, timeout=120):
+        trimming = mode == "capture" and name == "mace"
+        assert traffic.host_syncs == 0 and traffic.exchanges == ((exchanges + trimming) if n_ranks > 1 else 0)
+        if mode == "capture":  # one graph each, which needs no memory of its own any more
+            assert recorded and made == 0, why_eager
+
+
+def hot(comm, mode):
+    """Case 14: silicon, 600 K, 60 steps with migration; what was recorded before the last 40, and after them."""
+    atoms = bulk("Si", cubic=True) * (4, 4, 4)
+    atoms.rattle(0.05, seed=1)
+    atoms.numbers[::3] = 8
+    config = DomainConfig(comm, compile=mode)
+    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    model = MACEWrapper(small_mace(4).requires_grad_(False)).double()
+    simulation = Simulation(Domain(DistributedModel(model, config), batch, 0.3), NVE(2.0))
+    thermalize(simulation.state, 600.0, seed=1)
+    simulation.run(20)
+    before, rebuilds = graphs(simulation) if mode == "capture" else [], simulation.rebuilds
+    simulation.run(40)
+    kept = mode == "off" or (graphs(simulation) == before and all(step.graph is not None for step in before))
+    positions = simulation.domain.batch.gather(simulation.state.positions).cpu()
+    return positions, kept, simulation.domain.recaptures, simulation.rebuilds - rebuilds
+
+
+@pytest.mark.parametrize("n_ranks", [n for n in N_RANKS if n <= GPUS])
+def test_case_14_nothing_is_captured_anew(pools, n_ranks):
+    expected, *_ = pools(n_ranks).run(hot, "off", timeout=200)[0]
+    for positions, kept, recaptures, rebuilds in pools(n_ranks).run(hot, "capture", timeout=200):
+        assert kept and recaptures == 0 and rebuilds > 0
+        torch.testing.assert_close(positions, expected, rtol=0, atol=1e-9)

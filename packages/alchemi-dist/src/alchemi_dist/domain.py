@@ -12,6 +12,7 @@ from alchemi_dist.lists import cutoffs
 from alchemi_dist.model import DistributedModel
 from alchemi_dist.room import Capacity, Room
 from alchemi_dist.sharded import ShardedBatch
+from alchemi_dist.strain import rows_times
 from alchemi_halo import Frames
 from alchemi_shardtensor import Aside, Captured
 from alchemi_shardtensor.compiled import compiled
@@ -102,7 +103,7 @@ class Domain:
         lattice = torch.where(self.batch.pbc[..., None], self.batch.cell.double(), frames.vectors)
         change = frames.inverse @ lattice - self._one
         of_atoms = change.index_select(0, batch.batch.clamp(max=systems - 1))
-        left = (batch.positions - self._positions - torch.einsum("ni,nij->nj", self._positions, of_atoms)).norm(dim=-1)
+        left = (batch.positions - self._positions - rows_times(self._positions, of_atoms)).norm(dim=-1)
         farthest = torch.cat([left, left.new_zeros(1)]).amax()
         stretch: Tensor = change.flatten(1).norm(dim=-1).amax()
         slack = self.skin - stretch * self._reach - 2 * farthest

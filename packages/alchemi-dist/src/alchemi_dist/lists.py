@@ -5,6 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from alchemi_dist.strain import rows_times
+
 
 def cutoffs(model: object) -> dict[str, float]:
     """The model's edge lists and the longest edge of each in Å: `edge_index`, and what it names in `edge_lists`.
@@ -18,6 +20,6 @@ def cutoffs(model: object) -> dict[str, float]:
 def lengths(edge_index: Tensor, shifts: Tensor, points: Tensor, batch: Tensor, cell: Tensor) -> Tensor:
     """How long each edge is (E,) in Å; `edge_index` (2, E) counts the rows of `points` (n, 3) and their systems (n,)."""
     sender, receiver = edge_index
-    lattice = torch.einsum("ei,eij->ej", shifts, cell[batch[receiver]].to(shifts.dtype))
+    lattice = rows_times(shifts, cell[batch[receiver]].to(shifts.dtype))
     length: Tensor = torch.linalg.vector_norm(points[sender] - points[receiver] + lattice, dim=-1)
     return length

@@ -18,6 +18,8 @@ from alchemi_spec import OutputKind
 
 ROWS = ("positions", "atomic_numbers", "batch", "ids")
 """The batch's fields of which each atom has a row, beside `per_atom` and `carried`."""
+FEW = 32
+"""Rows to spare beside a margin, for small numbers that change by as many."""
 INSIDE, OUTSIDE = 0.9, 2.0
 """How long dead edges are, in cutoffs: out of reach, where a model ignores what is."""
 
@@ -41,7 +43,7 @@ class Capacity:
 
     def grown(self, margin: float) -> "Capacity":
         """With room to spare: `margin` of all, and a few. Peers find the same number for what goes from one to the other."""
-        few = 16 * (margin > 0)
+        few = FEW * (margin > 0)
         owned = ceil(self.owned * (1 + margin)) + few
         per_atom = owned / self.owned  # as atoms come, their edges do
         peers = [tuple(ceil(n * (1 + 2 * margin)) + few * (n > 0) for n in rows) for rows in (self.send, self.receive)]
@@ -190,7 +192,7 @@ class Room:
         """The dead system's fields are the last one's, but for its box."""
         for name, value in values.items():
             self.data[name].copy_(torch.cat([value, value[-1:]]))
-        self.data["pbc"][-1] = True
+        self.data["pbc"][-1] = False  # so that it has no stress
         wide = OUTSIDE if self.model.spec.ignores_longer_edges else INSIDE
         self.data["cell"][-1].zero_().fill_diagonal_(wide * max(cutoffs(self.model.model).values()))
 
@@ -223,7 +225,7 @@ class Room:
         if not self._dead:
             return self.data
         points, data = plain(self.data["positions"]), dict(self.data)
-        points = points if len(points) == self._n_both else self.routing.padded(points)
+        points = points if self.shard.storage.padded else self.routing.padded(points)
         for name, cutoff in cutoffs(self.model.model).items():
             edge_index, shifts = self._edges(self.data, name)
             near = lengths(edge_index, shifts, points, self.systems, self.batch.cell) <= cutoff

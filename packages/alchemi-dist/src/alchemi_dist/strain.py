@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def rows_times(rows: Tensor, matrices: Tensor) -> Tensor:
+    """Each row (n, 3) times a matrix of its own (n, 3, 3): elementwise, as a batch of tiny products is slow on CUDA."""
+    return (rows[:, :, None] * matrices).sum(1)
+
+
 def differentiate(
     energy: Callable[[Tensor, Tensor], Tensor], data: Mapping[str, Tensor], outputs: Sequence[str]
 ) -> dict[str, Tensor]:
@@ -25,7 +30,7 @@ def differentiate(
     positions.requires_grad_()
     strain = torch.zeros_like(cell).requires_grad_()
     symmetric = (strain + strain.mT) / 2
-    strained = positions + torch.einsum("ni,nij->nj", positions, symmetric[batch])
+    strained = positions + rows_times(positions, symmetric[batch])
     total = energy(strained, cell + cell @ symmetric)
     gradient, virial = torch.autograd.grad(total.sum(), [positions, strain])
     stress = virial / torch.linalg.det(cell).abs().clamp(min=1e-12)[:, None, None]

@@ -62,7 +62,7 @@ class Frames:
 
     def wrapped(self, positions: Tensor, batch: Tensor) -> Tensor:
         """Positions (N, 3) in Å -> fractional coordinates (N, 3), in [0, 1] along periodic directions."""
-        fractional = torch.einsum("ni,nij->nj", positions.double(), self.inverse[batch])
+        fractional = (positions.double()[:, :, None] * self.inverse[batch]).sum(1)
         return torch.where(self.periodic[batch], fractional - fractional.floor(), fractional)
 
     def bounds(self, fractional: Tensor, batch: Tensor) -> Tensor:

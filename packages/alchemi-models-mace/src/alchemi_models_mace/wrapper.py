@@ -140,7 +140,7 @@ class MACEWrapper(nn.Module):
             "node_attrs": self.onehot[data["atomic_numbers"]],  # type: ignore[index]
             "edge_index": data["edge_index"],
             "unit_shifts": shifts,
-            "shifts": torch.einsum("ei,eij->ej", shifts, cell[batch[receiver]]),
+            "shifts": (shifts[:, :, None] * cell[batch[receiver]]).sum(1),  # a batch of tiny products is slow on CUDA
             "cell": cell,
             "batch": batch,
             "ptr": torch.empty(len(cell) + 1),  # only its length is read

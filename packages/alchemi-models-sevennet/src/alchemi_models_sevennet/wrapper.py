@@ -73,7 +73,7 @@ class SevenNetWrapper(nn.Module):
         wide = torch.promote_types(data["positions"].dtype, self.dtype)
         positions, cell, shifts = (data[name].detach().to(wide) for name in ("positions", "cell", "edge_shifts"))
         lattice = cell[data["batch"][receiver]]
-        vectors = positions[sender] - positions[receiver] + torch.einsum("ei,eij->ej", shifts, lattice)
+        vectors = positions[sender] - positions[receiver] + (shifts[:, :, None] * lattice).sum(1)
         graph = {
             KEY.ATOMIC_NUMBERS: data["atomic_numbers"],
             KEY.NODE_FEATURE: data["atomic_numbers"],

@@ -85,7 +85,8 @@ class Simulation:
             "masses": torch.from_numpy(atomic_masses).to(batch.positions)[batch.atomic_numbers],
         }
         given = {name: batch.carried[name].double() for name in moving if name in batch.carried}
-        domain.carry(**(moving | given))
+        if any(name not in given or given[name] is not batch.carried[name] for name in moving):
+            domain.carry(**(moving | given))
         self.state = State.of(domain.batch, integrator.conserves_momentum)
         self._least = torch.zeros((), dtype=torch.float64, device=domain.batch.comm.device)
         self._number = torch.zeros((), dtype=torch.long, device=domain.batch.comm.device)
@@ -127,7 +128,7 @@ class Simulation:
     def start(self) -> None:
         """Evaluate forces, tell the integrator and call hooks, unless that was done. `run` does it."""
         if not self._started:
-            self._evaluate()
+            self._evaluate_with_care()
             self.integrator.start(self.state)
             self._started = True
             self._call_hooks()
@@ -137,7 +138,7 @@ class Simulation:
         self.state.step, device = step, self.domain.batch.comm.device
         self._number.fill_(step)
         self.integrator.load_state_dict({name: value.to(device) for name, value in integrator.items()})
-        self._evaluate()
+        self._evaluate_with_care()
         self._started = True
 
     @torch.inference_mode(False)
@@ -184,11 +185,15 @@ class Simulation:
             self._rebuild()
             self._slack_left()
         self.state.step += 1
-        self._evaluate()
-        if self._room is not None and not self._slack_left():  # more edges than the room holds
-            self._rebuild()
-            self._evaluate()
+        self._evaluate_with_care()
         self._second()
+
+    def rebuild(self) -> None:
+        """Make lists anew now, atoms moving to their owners. Every rank must call it."""
+        self.start()
+        with torch.no_grad():
+            self._rebuild()
+            self._evaluate_with_care()
 
     def _rebuild(self) -> None:
         self.domain.rebuild()
@@ -222,6 +227,13 @@ class Simulation:
         reach = 2 * fastest * timestep if isinstance(timestep, float) else 0.0
         self._ahead = min(self._most, int(AHEAD * -least / reach)) if reach > 0 and least < 0 else 0
         return bool(least <= 0)
+
+    def _evaluate_with_care(self) -> None:
+        """Again in a larger room, where the model was to be shown more edges than there was room for."""
+        self._evaluate()
+        if self._room is not None and not self._slack_left():
+            self._rebuild()
+            self._evaluate()
 
     def _evaluate(self) -> None:
         state, moving, results = self.state, self._moving, self.domain.computed(self.integrator.outputs)
