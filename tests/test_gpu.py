@@ -248,7 +248,10 @@ def graphs(simulation):
 def block(comm, name, ensemble, mode):
     """Traffic of a step between rebuilds, in which torch raises where the host waits for the device, and what it allocates."""
     simulation = moving(comm, name, ensemble, mode)
-    simulation.run(EAGER_CALLS + 3)
+    for _ in range(4):  # a cell that shrinks may need a larger room meanwhile, and graphs of it
+        simulation.run(EAGER_CALLS + 3)
+        if mode == "off" or all(step.graph is not None for step in graphs(simulation)):
+            break
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")

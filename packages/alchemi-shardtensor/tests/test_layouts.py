@@ -409,6 +409,8 @@ def test_with_per_system_reductions_off_a_sum_is_this_ranks_part(comm, layout):
     whole = torch.ones(2, dtype=F64).index_add_(0, graph.batch, (x**2).sum(1))
     torch.testing.assert_close(comm.all_reduce(plain(part).detach()), whole, rtol=EXACT, atol=EXACT)
     assert (2 * part.sum()).rows is PARTIAL and (part + part)[0].rows is PARTIAL
+    assert torch.stack([part, torch.zeros_like(part)]).sum(0).rows is PARTIAL and part.to(torch.float32).rows is PARTIAL
+    assert part.to(torch.int64).rows is LOST and torch.stack([part, torch.ones(part.shape)]).rows is LOST
     assert (part**2).rows is LOST and (part + 1).rows is LOST and (part * part).rows is LOST
     (g,) = torch.autograd.grad(3 * part.sum(), leaf)
     torch.testing.assert_close(graph.owned(g), 6 * x[graph.mine], rtol=EXACT, atol=EXACT)
