@@ -102,8 +102,9 @@ def together(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def long(session: nox.Session) -> None:
-    """Whole trajectories: thousands of steps, each compared with one process. 20 minutes on two cores."""
-    in_workspace(session, *PYTEST[:-1], "long", "packages/alchemi-dist/tests", **ONE_THREAD)
+    """Whole trajectories: thousands of steps, each compared with one process; and compilers. 25 minutes on two cores."""
+    for package in ("alchemi-dist", "alchemi-shardtensor"):
+        in_workspace(session, *PYTEST[:-1], "long", f"packages/{package}/tests", **ONE_THREAD)
 
 
 @nox.session(venv_backend="none")

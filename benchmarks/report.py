@@ -275,7 +275,8 @@ def logarithmic(panel, axes):
     for name in axes:
         getattr(panel, f"set_{name}scale")("log")
         axis = getattr(panel, f"{name}axis")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        low, high = axis.get_view_interval()
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))  # as many as are legible
         axis.set_major_formatter(StrMethodFormatter("{x:,.10g}"))
         axis.set_minor_formatter(NullFormatter())
 

@@ -62,6 +62,7 @@ def test_a_step_is_one_graph_that_reads_its_tensors_where_they_are(comm):
     assert sum("all_to_all" in op for op in ops) == (4 if comm.size > 1 else 0)
 
 
+@pytest.mark.long
 @ranks(2)
 def test_inductor_keeps_the_exchanges(comm):
     network = Network(comm)

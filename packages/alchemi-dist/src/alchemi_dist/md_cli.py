@@ -46,6 +46,7 @@ Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start; under to
 OnDevice = Annotated[Device, typer.Option(help="One rank a GPU while there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option(help="The model's arithmetic. Default: the model's own.")]
 Skin = Annotated[float, typer.Option(help="Å. How much longer than the cutoff listed edges are.")]
+Compile = Annotated[str, typer.Option(help="How steps are made: auto (captured on CUDA), capture, inductor or off.")]
 Strategy = Annotated[str, typer.Option(help="How atoms are shared out: halo (by bisection), halo-grid, or any installed.")]
 Traj = Annotated[Path | None, typer.Option(help="Write a trajectory: .extxyz, .traj, or .zarr for large systems.")]
 Log = Annotated[Path | None, typer.Option(help="Write the reports as CSV.")]
@@ -79,6 +80,7 @@ def md_command(
     stress: Annotated[bool, typer.Option("--stress", help="Compute the stress in other ensembles than npt, too.")] = False,
     skin: Skin = 0.5,
     strategy: Strategy = "halo",
+    compile: Compile = "auto",
     traj: Traj = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from one report and frame to the next.")] = 100,
     log: Log = None,
@@ -111,6 +113,7 @@ def md_command(
                 stress=stress,
                 skin=skin,
                 strategy=strategy,
+                compile=compile,
                 traj=traj,
                 every=every,
                 log=log,
@@ -140,6 +143,7 @@ def relax_command(
     pressure: Pressure = 0.0,
     skin: Skin = 0.5,
     strategy: Strategy = "halo",
+    compile: Compile = "auto",
     traj: Traj = None,
     every: Annotated[int, typer.Option(min=1, help="Steps from one report and frame to the next.")] = 10,
     log: Log = None,
@@ -162,6 +166,7 @@ def relax_command(
                 pressure=pressure,
                 skin=skin,
                 strategy=strategy,
+                compile=compile,
                 traj=traj,
                 every=every,
                 log=log,

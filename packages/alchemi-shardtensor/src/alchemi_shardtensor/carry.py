@@ -233,7 +233,8 @@ def tag_base(view: Any) -> None:
 
 _LINEAR = frozenset(
     "sum neg view reshape flatten squeeze unsqueeze select __getitem__ T mT transpose permute clone detach contiguous "
-    "stack cat zeros_like to double float add sub mul div __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ grad data".split()
+    "stack cat zeros_like to double float add sub mul div __mul__ __rmul__ __truediv__ __add__ __radd__ __sub__ __neg__ "
+    "grad data".split()
 )
 """Operations of which the sum over ranks is the operation on the sum, if a factor is a number."""
 

@@ -55,6 +55,7 @@ class Settings(ABC):
     pressure: float = 0.0
     skin: float = 0.5
     strategy: str = "halo"
+    compile: str = "auto"
     trust_pickle: bool = False
     traj: str | None = None
     every: int = 100
@@ -85,6 +86,7 @@ class Settings(ABC):
         at_least_one("every", self.every)
         one_of("dtype", self.dtype, (None, "float32", "float64"))
         find_strategy(self.strategy)
+        one_of("compile", self.compile, ("auto", "capture", "inductor", "off"))
         if not self.skin >= 0:
             raise InputError(f"skin is {self.skin} Å, a length that is added to the cutoff: use 0 or more.")
         if self.traj is not None and Path(self.traj).suffix != ".zarr":
@@ -217,7 +219,7 @@ def relaxation(comm: Comm, settings: RelaxSettings) -> Iterator[Job | Report | D
 def _prepared(comm: Comm, settings: Settings) -> tuple[DomainConfig, DistributedModel]:
     potential = load_model(settings.model, comm, trust_pickle=settings.trust_pickle)
     potential = potential if settings.dtype is None else potential.to(getattr(torch, settings.dtype))
-    config = DomainConfig(comm, settings.strategy)
+    config = DomainConfig(comm, settings.strategy, settings.compile)  # type: ignore[arg-type]
     return config, DistributedModel(potential, config)
 
 
