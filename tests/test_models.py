@@ -18,6 +18,7 @@ from alchemi_dist.dynamics import NVE, Simulation, thermalize
 from alchemi_dist.evaluate import TOLERANCE
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_sevennet import SevenNetWrapper
+from alchemi_shardtensor.capture import EAGER_CALLS
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import UnsupportedElement, UntrustedPickle
 
@@ -97,6 +98,39 @@ def test_many_ranks_equal_one(reference, rank_pool, name, dtype, n_ranks):
                 gap = (rank[structure][key] - value).abs()
                 gap = (gap / value.abs() if key == "energy" else gap).max().item()
                 assert gap <= TOLERANCE[dtype][key], f"{structure}: {key} {gap:.1e}"
+
+
+def captured(comm, model, structures):
+    """Results of each structure by captured steps, with a skin to trim; and why steps are eager, if they are."""
+    config, results, reasons = DomainConfig(comm, compile="capture"), {}, []
+    for name, atoms in structures.items():
+        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        domain = Domain(DistributedModel(model, config), batch, skin=0.4)
+        for _ in range(EAGER_CALLS + 1):
+            results[name] = domain.evaluate(("energy", "forces", "stress"))
+        results[name]["forces"] = domain.batch.gather(results[name]["forces"])
+        reasons.append(domain.why_eager)
+    return results, reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mace", "None"),
+        ("mace without scale and shift", "None"),
+        ("sevennet", "one_hot"),
+    ],  # which looks at its input on the CPU
+)
+def test_captured_steps_of_real_models_equal_eager_ones(rank_pool, name, reason):
+    model = MODELS[name]().to(torch.float64)
+    structures = {key: STRUCTURES[key] for key in ("smaller than the cutoff", "a batch of three")}
+    one = evaluate(Comm(), model, structures)
+    for results, reasons in rank_pool(4).run(captured, model, structures, ranks=2):
+        assert all(reason in str(why) for why in reasons)
+        for structure in structures:
+            assert results[structure].keys() == one[structure].keys()
+            for key, value in one[structure].items():
+                torch.testing.assert_close(results[structure][key], value, rtol=1e-10, atol=1e-9)
 
 
 def test_mace_on_ranks_equals_its_own_calculator(rank_pool):

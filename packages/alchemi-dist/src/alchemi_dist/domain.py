@@ -48,6 +48,7 @@ class Domain:
             raise ValueError(f"a skin is a length that is added to the cutoff, so {skin} Å has no meaning: use 0 or more.")
         self.model, self.skin, self.batch = model, float(skin), batch
         self.why_eager, self.why_uncompiled = _why_eager(model), None if _asked(model) == "inductor" else "it was not asked for"
+        self._has_room = self.why_eager is None  # also where it turns out that steps are eager
         self.room: Room | None = None
         self.recaptures = 0
         self._aside = Aside(batch.comm.device)
@@ -56,7 +57,10 @@ class Domain:
         self.connect()
 
     def evaluate(self, outputs: Sequence[str] = ("energy", "forces")) -> dict[str, Tensor]:
-        """The model's outputs at the batch's positions and cell, with the lists as they are. Every rank must call it."""
+        """The model's outputs at the batch's positions and cell, with the lists as they are. Every rank must call it.
+
+        They are right if `slack` is not negative afterwards.
+        """
         results = self.computed(tuple(outputs))
         return results if self.room is None else self.room.living_rows(results)
 
@@ -76,7 +80,10 @@ class Domain:
     def _computed(self, outputs: tuple[str, ...]) -> dict[str, Tensor]:
         assert self.room is not None
         self.model.refresh(self.room.data, self.room.batch)
-        return self.room.whole(self.model.compute(self.room.shown(), self.room.batch, outputs))
+        self.room.forget()
+        results = self.room.whole(self.model.compute(self.room.shown(), self.room.batch, outputs))
+        self.room.forget()
+        return results
 
     def _compiled(self, step: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
         """A step by inductor, if it was asked for and can be; otherwise as it is."""
@@ -109,6 +116,10 @@ class Domain:
         slack = self.skin - stretch * self._reach - 2 * farthest
         return slack if self.room is None else torch.where(self.room.left < 0, -torch.inf, slack)
 
+    def overflowed(self) -> bool:
+        """Whether on any rank more edges came within the cutoff than there is room for. Every rank must call it."""
+        return self.room is not None and self.room.trims and bool(self.batch.comm.all_reduce(self.room.left < 0))
+
     def rebuild(self) -> None:
         """Move atoms to their owners, and make lists and ghosts anew. Every rank must call it.
 
@@ -128,7 +139,7 @@ class Domain:
         """Make lists and ghosts anew, atoms staying where they are. Every rank must call it."""
         data, before = self.model.prepare(self.batch, skin=self.skin), self.room
         frames = Frames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
-        if self.why_eager is None:
+        if self._has_room:
             self._fill_room(data)
         self.data = data if self.room is None else self.room.data
         positions = (self.batch if self.room is None else self.room.batch).positions.double()
@@ -149,6 +160,7 @@ class Domain:
             capacity = needed.grown(MARGINS[min(self.recaptures, len(MARGINS) - 1)] if self.skin else 0.0)
             capacity = capacity if room is None else capacity.joined(room.capacity)
             self.room, self._evaluations = Room(self.model, capacity, data, self.batch), {}
+            self._aside = Aside(self._aside.device)  # memory of its own, whatever holds on to the old room's
         assert self.room is not None
         self.batch = self.room.fill(data, self.batch)
 
@@ -176,13 +188,15 @@ def _why_eager(model: DistributedModel) -> str | None:
     if not getattr(policy, asked, True):
         raise SpecError(f"compile={asked!r}, which this model's specification says that it cannot bear: use 'auto'.")
     carried = comm.transport is None or comm.transport.carrier(comm.device) == comm.device
-    unknown = [name for name, kind in model.spec.output_kinds.items() if kind is OutputKind.UNKNOWN]
+    mixed = (OutputKind.UNKNOWN, OutputKind.GLOBAL)
+    unknown = [name for name, kind in model.spec.output_kinds.items() if kind in mixed]
     reasons = {
         "compile is off": asked == "off",
         "it was not asked for, and there are no graphs on the CPU": asked == "auto" and comm.device.type != "cuda",
         "the model's specification says that it cannot bear it": not policy.capture,
         "its layout's rows are not this rank's and its ghosts'": storage.whole,
-        f"it is not known what rows of its outputs {unknown} are": bool(unknown),
+        f"its outputs {unknown} may be made of all rows, and not all of them would be atoms": bool(unknown),
+        "an adapter asks for rows by global id": model.needs_owners,
         "messages go through the host": not carried,
     }
     return next((why for why, holds in reasons.items() if holds), None)

@@ -95,7 +95,7 @@ class DistributedModel(nn.Module):
             atoms = {name: torch.cat([atoms[name], more]) for name, more in zip(atoms, ghosts, strict=True)}
             rows = PADDED
         ids = torch.arange(routing.n_owned + routing.n_ghost, device=comm.device)
-        if self._needs_owners:
+        if self.needs_owners:
             routing = replace(routing, owners=Owners.of(batch.ids, comm))
             ids = routing.padded(batch.ids) if storage.global_ids else ids
         routing = replace(storage.prepared(routing), wire=self.config.wire)
@@ -175,7 +175,7 @@ class DistributedModel(nn.Module):
             check_elements(batch.atomic_numbers.tolist(), known, batch.ids.tolist())
 
     @property
-    def _needs_owners(self) -> bool:
+    def needs_owners(self) -> bool:
         """Rows are asked for by global id."""
         transforms = (t for op in self.spec.distribution.custom_ops for t in op.arg_transforms.values())
         return self.table.storage.global_ids or any(isinstance(t, GatherInputsFull) for t in transforms)

@@ -122,13 +122,16 @@ class Room:
     def _held(self, batch: ShardedBatch) -> ShardedBatch:
         """The batch's fields with dead rows: the model's very tensors where it sees owned rows."""
 
-        def rows(name: str, value: Tensor) -> Tensor:
-            seen = self.data.get(name)
-            shared = seen is not None and cast(ShardTensor, seen).rows is OWNED
-            return plain(self.data[name]) if shared else value.new_zeros(self.capacity.owned, *value.shape[1:])
+        def rows(value: Tensor) -> Tensor:
+            return value.new_zeros(self.capacity.owned, *value.shape[1:])
 
-        held: dict[str, Any] = {name: rows(name, getattr(batch, name)) for name in ROWS}
-        held |= {level: {k: rows(k, v) for k, v in getattr(batch, level).items()} for level in ("per_atom", "carried")}
+        def seen(name: str, value: Tensor) -> Tensor:
+            owned = name in self.data and cast(ShardTensor, self.data[name]).rows is OWNED
+            return plain(self.data[name]) if owned else rows(value)
+
+        held: dict[str, Any] = {name: seen(name, getattr(batch, name)) for name in ROWS}
+        held["per_atom"] = {name: seen(name, value) for name, value in batch.per_atom.items()}
+        held["carried"] = {name: rows(value) for name, value in batch.carried.items()}
         per_system = {name: self.data[name] for name in batch.per_system}
         return replace(batch, **held, per_system=per_system, cell=self.data["cell"], pbc=self.data["pbc"])
 
@@ -166,6 +169,7 @@ class Room:
         """`batch` on those rows of this room that are alive."""
         rows: dict[str, Any] = {name: getattr(self.batch, name)[: self.n] for name in ROWS}
         rows |= {k: {n: v[: self.n] for n, v in getattr(self.batch, k).items()} for k in ("per_atom", "carried")}
+        rows["per_system"] = {name: value[:-1] for name, value in self.batch.per_system.items()}
         return replace(batch, **rows, cell=self.batch.cell[:-1], pbc=self.batch.pbc[:-1])
 
     def _fill_routing(self, routing: Routing) -> Tensor:
@@ -220,9 +224,18 @@ class Room:
         for name, value in lasting.items():
             value.__dict__["padded"] = ((self.routing, value._version, value.data_ptr(), None), self._ghosts[name])
 
+    @property
+    def trims(self) -> bool:
+        """The model is shown another list at each step."""
+        return bool(self._dead)
+
+    def forget(self) -> None:
+        """What was read of ghosts at other positions: a replay changes them without a trace."""
+        self.data["positions"].__dict__.pop("padded", None)
+
     def shown(self) -> Mapping[str, Tensor]:
         """What the model is to see: of the edges, those that are no longer than its cutoff now. No host synchronisation."""
-        if not self._dead:
+        if not self.trims:
             return self.data
         points, data = plain(self.data["positions"]), dict(self.data)
         points = points if self.shard.storage.padded else self.routing.padded(points)

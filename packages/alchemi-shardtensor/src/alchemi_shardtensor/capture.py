@@ -19,7 +19,7 @@ class Aside:
     """A stream of its own and memory for steps that are captured: they share it, as they run one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        self.on_cuda = device.type == "cuda"
+        self.device, self.on_cuda = device, device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.on_cuda else None
         self.pool = torch.cuda.graph_pool_handle() if self.on_cuda else None
 

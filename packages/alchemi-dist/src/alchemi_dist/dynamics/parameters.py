@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from alchemi_dist.dynamics.state import State
+from alchemi_shardtensor import Comm
 from alchemi_spec import InputError
 
 
@@ -62,13 +63,15 @@ def restore(owner: object, saved: Mapping[str, Tensor]) -> None:
             setattr(owner, name, value.clone())
 
 
-def fingerprint(value: object) -> object:
+def fingerprint(value: object, depth: int = 4) -> object:
     """What a captured step has taken over: numbers as they are, tensors as where they are, objects as what they hold."""
     if isinstance(value, Tensor):
         return value.data_ptr()
+    if isinstance(value, (State, Comm)) or not depth:
+        return id(value)
     if isinstance(value, (dict, list, tuple)):
-        return tuple(fingerprint(v) for v in (value.items() if isinstance(value, dict) else value))
-    return tuple((k, fingerprint(v)) for k, v in vars(value).items()) if hasattr(value, "__dict__") else value
+        return tuple(fingerprint(v, depth - 1) for v in (value.items() if isinstance(value, dict) else value))
+    return tuple((k, fingerprint(v, depth - 1)) for k, v in vars(value).items()) if hasattr(value, "__dict__") else value
 
 
 def require_volume(state: State, what: str) -> None:

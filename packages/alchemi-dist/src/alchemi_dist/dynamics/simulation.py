@@ -175,7 +175,12 @@ class Simulation:
             if given is not held:
                 held.copy_(given)
                 setattr(self.state, name, held)
-        if self._key is not None and self._key != fingerprint(self.integrator):
+        self._capture_if_changed()
+
+    def _capture_if_changed(self) -> None:
+        """Anew, on all ranks, where the integrator holds other numbers or tensors than its graphs do on any."""
+        changed = self._key is not None and self._key != fingerprint(self.integrator)
+        if self._room is not None and self.state.comm.all_reduce(torch.tensor(changed)):
             self._capture()
 
     def _step_with_care(self) -> None:
@@ -231,7 +236,7 @@ class Simulation:
     def _evaluate_with_care(self) -> None:
         """Again in a larger room, where the model was to be shown more edges than there was room for."""
         self._evaluate()
-        if self._room is not None and not self._slack_left():
+        if self.domain.overflowed():
             self._rebuild()
             self._evaluate()
 
@@ -280,4 +285,5 @@ class Simulation:
         self.state.step = moment.step
         self._number.fill_(moment.step)
         self.integrator.load_state_dict(moment.integrator)
+        self._capture_if_changed()
         self._ahead = 0
