@@ -1,9 +1,11 @@
 """Fused convolutions, played by MACE's own on the CPU: the exchange goes in front of the kernel, whatever its call form."""
 
+# before e3nn 0.4.4, whose constants torch refuses to load otherwise
+from small_mace import silica, small_mace  # isort: split
+
 import pytest
 import torch
 from e3nn import o3
-from small_mace import silica, small_mace
 from test_mace import contract_data
 
 from alchemi_models_mace import MACEWrapper
