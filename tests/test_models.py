@@ -113,20 +113,13 @@ def captured(comm, model, structures):
     return results, reasons
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("mace", "None"),
-        ("mace without scale and shift", "None"),
-        ("sevennet", "one_hot"),
-    ],  # which looks at its input on the CPU
-)
-def test_captured_steps_of_real_models_equal_eager_ones(rank_pool, name, reason):
+@pytest.mark.parametrize("name", ["mace pickled under e3nn 0.4.4", "mace without scale and shift"])
+def test_captured_steps_of_real_models_equal_eager_ones(rank_pool, name):
     model = MODELS[name]().to(torch.float64)
     structures = {key: STRUCTURES[key] for key in ("smaller than the cutoff", "a batch of three")}
     one = evaluate(Comm(), model, structures)
     for results, reasons in rank_pool(4).run(captured, model, structures, ranks=2):
-        assert all(reason in str(why) for why in reasons)
+        assert reasons == [None, None]
         for structure in structures:
             assert results[structure].keys() == one[structure].keys()
             for key, value in one[structure].items():

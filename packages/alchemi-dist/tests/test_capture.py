@@ -43,12 +43,12 @@ def gaps(found, expected):
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-@ranks(1, 3)
+@ranks(2)
 @pytest.mark.parametrize("ensemble", ENSEMBLES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["lj", "toy"])
 def test_a_trajectory_is_that_of_eager_steps(comm, name, ensemble):
     found, expected = (
-        run(comm, mode, argon((2, 2, 3)), MODELS[name], ENSEMBLES[ensemble](), 24) for mode in ("capture", "off")
+        run(comm, mode, argon((2, 2, 3)), MODELS[name], ENSEMBLES[ensemble](), 20) for mode in ("capture", "off")
     )
     assert found.domain.room is not None and found.domain.why_eager is None
     assert expected.domain.room is None and expected.domain.why_eager == "compile is off"
@@ -70,7 +70,7 @@ def test_case_14_nothing_is_captured_anew(comm):
     assert gaps(found, expected) < EXACT
 
 
-@ranks(1, 2)
+@ranks(2)
 @pytest.mark.parametrize("name", ["lj", "toy"])
 def test_what_becomes_too_small_is_made_larger(comm, name):
     atoms = argon((2, 2, 3))
@@ -79,7 +79,7 @@ def test_what_becomes_too_small_is_made_larger(comm, name):
     assert found.domain.recaptures > 0 and gaps(found, expected) < EXACT
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_edges_that_come_within_the_cutoff_beyond_what_there_is_room_for_are_noticed(comm):
     near, calls = Domain._near, []
 
@@ -104,8 +104,8 @@ def frames():
     return [water, crystal, slab]
 
 
-@ranks(1, 2, 4)
-@pytest.mark.parametrize("name", MODELS)
+@ranks(1, 4)
+@pytest.mark.parametrize("name", ["lj", "toy"])
 def test_batches_and_ranks_with_few_atoms_or_none(comm, name):
     for atoms in (frames(), [molecule("H2O")], [bulk("Cu")]):
         results = []
@@ -122,7 +122,7 @@ def test_batches_and_ranks_with_few_atoms_or_none(comm, name):
             torch.testing.assert_close(results[0][key], expected, rtol=0, atol=EXACT)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_steady_step_waits_for_nothing_and_sends_once(comm):
     found = run(comm, "capture", argon((2, 2, 3)), MODELS["lj"], NVE(2.0), EAGER_CALLS + 1)
     with count_traffic(comm) as traffic:
@@ -141,7 +141,7 @@ class Asking(Masked):
         return super().scaled(r) if r.sum().item() >= 0 else r
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_a_model_that_waits_runs_as_it_is_and_the_line_is_named(comm):
     found, expected = (run(comm, mode, argon((2, 2, 3)), Asking(), NVE(4.0), 30, 0.3, 600.0) for mode in ("capture", "off"))
     assert "r.sum().item() >= 0" in found.domain.why_eager and "test_capture.py:" in found.domain.why_eager
@@ -202,7 +202,7 @@ def test_what_is_changed_between_runs_counts():
     torch.testing.assert_close(trajectory("capture"), trajectory("off"), rtol=0, atol=EXACT)
 
 
-@ranks(1, 2)
+@ranks(2)
 def test_forces_that_are_added_reach_every_atom(comm):
     def pull(state):
         state.forces = state.forces + torch.outer(state.ids.double(), torch.tensor([1e-4, 0.0, 0.0]))
