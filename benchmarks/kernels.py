@@ -17,18 +17,18 @@ import torch
 from common import argon, write_report
 
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
-from alchemi_kernels import lennard_jones
+from alchemi_kernels import FullList, lennard_jones
 from alchemi_kernels.pairs import lennard_jones_in_torch
 
 
 def listed(atoms, model, skin, device):
-    """The arguments that the kernel's forms share: points, edges, cell, systems, number of atoms."""
+    """The list that the kernel's forms share."""
     config = DomainConfig(Comm(device=torch.device(device)))
     batch = ShardedBatch.share(Batch.from_ase(atoms), config)
     names = ("positions", "edge_index", "edge_shifts", "cell", "batch")
     data = DistributedModel(model, config).prepare(batch, skin=skin)
     points, edge_index, shifts, cell, systems = (data[name].as_subclass(torch.Tensor) for name in names)
-    return points, *edge_index, shifts, cell, systems, len(points)
+    return FullList(points, *edge_index, shifts, cell, systems, len(points))
 
 
 def milliseconds(function, steps, device):
@@ -57,20 +57,20 @@ def counted_bytes(given, found):
 
 def forms(device, tiles):
     """Each form's name and function of (given, constants, virial)."""
-    plain = {"torch": lambda given, constants, virial: lennard_jones_in_torch(*given, *constants.values(), virial)}
+    plain = {"torch": lambda given, constants, virial: lennard_jones_in_torch(given, *constants.values(), virial)}
     if device == "cpu":
         return plain
     from alchemi_kernels import fused  # noqa: PLC0415  Triton is only where torch brings it
 
     made = {
         f"triton {','.join(map(str, tile))}": lambda given, constants, virial, tile=tile: fused.lennard_jones(
-            *given, *constants.values(), virial, tile
+            given, *constants.values(), virial, tile
         )
         for tile in [fused.Tile(*tile) for tile in tiles] or [fused.TILE]
     }
     return {
         **plain,
-        "lennard_jones": lambda given, constants, virial: lennard_jones(*given, **constants, virial=virial),
+        "lennard_jones": lambda given, constants, virial: lennard_jones(given, **constants, virial=virial),
         **made,
     }
 
@@ -87,7 +87,7 @@ def measured(name, function, given, constants, virial, expected, options):
     """One row: times, rates, and how far the numbers are from plain torch's in float64."""
     found = function(given, constants, virial)
     ms = milliseconds(lambda: function(given, constants, virial), options.steps, options.device)
-    edges, batch = len(given[1]), given[5]
+    edges, batch = len(given.sender), given.batch
     values = found.energies if found.virials is None else torch.cat([found.energies[:, None], found.virials.flatten(1)], 1)
     total = values.new_zeros(1, *values.shape[1:])
     summed = milliseconds(lambda: total.zero_().index_add_(0, batch, values), options.steps, options.device)
@@ -96,7 +96,7 @@ def measured(name, function, given, constants, virial, expected, options):
         "dtype": str(constants["sigma"].dtype).removeprefix("torch."),
         "virial": virial,
         "device": options.device,
-        "atoms": given[-1],
+        "atoms": given.n,
         "edges": edges,
         "ms": round(ms, 4),
         "per_system_ms": round(summed, 4),
@@ -126,7 +126,7 @@ def main():
     for n_atoms in options.atoms:
         given = listed(argon(n_atoms), model, options.skin, options.device)
         exact = {"sigma": model.sigma, "epsilon": model.epsilon, "cutoff": model.cutoff}
-        expected = lennard_jones_in_torch(*given, *exact.values(), True)
+        expected = lennard_jones_in_torch(given, *exact.values(), True)
         for dtype in (torch.float64, torch.float32):
             constants = exact | {name: exact[name].to(dtype) for name in ("sigma", "epsilon")}
             for virial in (False, True):

@@ -8,22 +8,22 @@ from alchemi_kernels import fused, lennard_jones
 
 
 def fused_form(system, constants, virial=True, tile=fused.TILE):
-    return fused.lennard_jones(*system, *constants.values(), virial, tile)
+    return fused.lennard_jones(system, *constants.values(), virial, tile)
 
 
 def main():
     for system in SYSTEMS.values():
         for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, FP32)):
-            expected, found = lennard_jones(*system, **parameters(dtype)), fused_form(system, parameters(dtype))
+            expected, found = lennard_jones(system, **parameters(dtype)), fused_form(system, parameters(dtype))
             assert all(a.dtype == torch.float64 for a in found)
             close(found, expected, tolerance)
     narrow = SYSTEMS["open"]._replace(points=SYSTEMS["open"].points.float(), cell=SYSTEMS["open"].cell.float())
-    expected = lennard_jones(*narrow, **parameters(torch.float32))
+    expected = lennard_jones(narrow, **parameters(torch.float32))
     assert expected.forces.dtype == torch.float32
     close(fused_form(narrow, parameters(torch.float32)), expected, FP32)
     shifts = SYSTEMS["a batch"]._replace(shifts=SYSTEMS["a batch"].shifts.float())
     bare = fused_form(shifts, parameters(), virial=False, tile=fused.Tile(2, 16, 1))
-    expected = lennard_jones(*SYSTEMS["a batch"], **parameters(), virial=False)
+    expected = lennard_jones(SYSTEMS["a batch"], **parameters(), virial=False)
     assert bare.virials is None
     close(bare[:2], expected[:2], EXACT)
     for cutoff in CUTOFFS:

@@ -1,24 +1,12 @@
 """Small systems and their full lists, by brute force."""
 
 from itertools import product
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
+
+from alchemi_kernels import FullList
 
 CUTOFF, SKIN = 8.5, 1.0
-
-
-class System(NamedTuple):
-    """The positional arguments of `lennard_jones`."""
-
-    points: Tensor
-    sender: Tensor
-    receiver: Tensor
-    shifts: Tensor
-    cell: Tensor
-    batch: Tensor
-    n: int
 
 
 def argon(n, cell=None, images=0, seed=0, reach=CUTOFF + SKIN):
@@ -33,7 +21,7 @@ def argon(n, cell=None, images=0, seed=0, reach=CUTOFF + SKIN):
     vectors = points[None, :, None] - points[:, None, None] + wide @ cell  # receiver, sender, image
     length = vectors.norm(dim=-1)
     receiver, sender, image = ((length < reach) & (length > 0)).nonzero().unbind(1)
-    return System(points, sender, receiver, wide[image], cell[None], torch.zeros(n, dtype=torch.long), n)
+    return FullList(points, sender, receiver, wide[image], cell[None], torch.zeros(n, dtype=torch.long), n)
 
 
 def together(*systems):
@@ -41,7 +29,12 @@ def together(*systems):
     atoms = [0, *torch.tensor([s.n for s in systems]).cumsum(0).tolist()]
     moved = [s._replace(sender=s.sender + a, receiver=s.receiver + a) for s, a in zip(systems, atoms, strict=False)]
     batch = torch.repeat_interleave(torch.arange(len(systems)), torch.tensor([s.n for s in systems]))
-    return System(*(torch.cat(parts) for parts in list(zip(*moved, strict=True))[:5]), batch, atoms[-1])
+    return FullList(*(torch.cat(parts) for parts in list(zip(*moved, strict=True))[:5]), batch, atoms[-1])
+
+
+def moved(system, device):
+    """The same list on `device`."""
+    return FullList(*(t.to(device) for t in system[:-1]), system.n)
 
 
 def first(system, n):

@@ -3,12 +3,11 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from systems import CUTOFF, CUTOFFS, SYSTEMS, edges_beyond, first, parameters
+from systems import CUTOFF, CUTOFFS, SYSTEMS, edges_beyond, first, moved, parameters
 
 from alchemi_kernels import lennard_jones
 from alchemi_kernels.pairs import lennard_jones_pair
@@ -43,26 +42,26 @@ def test_energies_forces_and_virials_are_those_of_autograd(name):
     points, strain = system.points.clone().requires_grad_(), torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
     energies = brute_force(system, points, strain)
     gradient, virial = torch.autograd.grad(energies.sum(), [points, strain])
-    found = lennard_jones(*system, **parameters())
+    found = lennard_jones(system, **parameters())
     close((found.energies, found.forces, found.virials.sum(0)), (energies.detach(), -gradient, virial), EXACT)
     close(found.virials, found.virials.mT, EXACT)
 
 
 def test_ghosts_are_read_and_add_nothing_of_their_own():
     whole, n = SYSTEMS["a batch"], 27
-    found, expected = (lennard_jones(*system, **parameters()) for system in (first(whole, n), whole))
+    found, expected = (lennard_jones(system, **parameters()) for system in (first(whole, n), whole))
     assert len(whole.points) > n and len(first(whole, n).points) == len(whole.points)
     close(found, [field[:n] for field in expected], EXACT)
 
 
 def test_forces_are_the_energys_finite_differences():
     system, h = SYSTEMS["images of 5 atoms"], 1e-5
-    forces = lennard_jones(*system, **parameters()).forces
+    forces = lennard_jones(system, **parameters()).forces
     for atom, axis in [(0, 0), (2, 1), (4, 2)]:
         step = torch.zeros_like(system.points)
         step[atom, axis] = h
         plus, minus = (
-            lennard_jones(*system._replace(points=system.points + s), **parameters()).energies.sum() for s in (step, -step)
+            lennard_jones(system._replace(points=system.points + s), **parameters()).energies.sum() for s in (step, -step)
         )
         assert abs((plus - minus) / (2 * h) + forces[atom, axis]) < 1e-9
 
@@ -84,8 +83,8 @@ def test_the_switch_begins_and_ends_smoothly():
 def test_an_edge_from_the_cutoff_on_adds_exactly_nothing(cutoff, dtype):
     given = parameters(dtype) | {"cutoff": cutoff}
     for system in edges_beyond(cutoff):
-        assert all((field == 0).all() for field in lennard_jones(*system, **given))
-    near = lennard_jones(*edges_beyond(0.95 * cutoff)[0], **given)
+        assert all((field == 0).all() for field in lennard_jones(system, **given))
+    near = lennard_jones(edges_beyond(0.95 * cutoff)[0], **given)
     assert all((field != 0).any() for field in near)
 
 
@@ -93,31 +92,30 @@ def test_a_position_that_is_not_a_number_is_seen():
     system = SYSTEMS["open"]
     points = system.points.clone()
     points[3, 1] = torch.nan
-    found = lennard_jones(*system._replace(points=points), **parameters())
+    found = lennard_jones(system._replace(points=points), **parameters())
     assert all(field[3].isnan().any() for field in found)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_float32_is_float64_rounded(name):
     """From differences in float64, also far from the origin, summed in float64; with virials or without."""
-    expected = lennard_jones(*SYSTEMS[name], **parameters())
+    expected = lennard_jones(SYSTEMS[name], **parameters())
     system = SYSTEMS[name]._replace(points=SYSTEMS[name].points + 1e5)
-    found = lennard_jones(*system, **parameters(torch.float32))
+    found = lennard_jones(system, **parameters(torch.float32))
     assert all(field.dtype == torch.float64 for field in found)
     close(found, expected, FP32)
     if name != "with ghosts":
         assert (found.forces.sum(0).abs() < 1e-13).all()
-    bare = lennard_jones(*system, **parameters(torch.float32), virial=False)
+    bare = lennard_jones(system, **parameters(torch.float32), virial=False)
     assert bare.virials is None and torch.equal(bare.forces, found.forces) and torch.equal(bare.energies, found.energies)
 
 
 def test_nothing_is_differentiated():
     system = SYSTEMS["open"]
-    found = lennard_jones(*system._replace(points=system.points.clone().requires_grad_()), **parameters())
+    found = lennard_jones(system._replace(points=system.points.clone().requires_grad_()), **parameters())
     assert not any(field.requires_grad for field in found)
 
 
-@pytest.mark.skipif(find_spec("triton") is None, reason="torch brought no Triton")
 @pytest.mark.parametrize("script", ["interpreted", "compiled"])
 def test_the_fused_form(script):
     """Triton is told to interpret when it is imported, so in a process of its own."""
@@ -131,21 +129,21 @@ def test_the_fused_form(script):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_the_fused_form_on_cuda(name, dtype):
-    on_cuda = [t.cuda() if isinstance(t, torch.Tensor) else t for t in SYSTEMS[name]]
-    expected = lennard_jones(*SYSTEMS[name], **parameters(dtype))
-    found = lennard_jones(*on_cuda, **parameters(dtype, "cuda"))
+    on_cuda = moved(SYSTEMS[name], "cuda")
+    expected = lennard_jones(SYSTEMS[name], **parameters(dtype))
+    found = lennard_jones(on_cuda, **parameters(dtype, "cuda"))
     close([field.cpu() for field in found], expected, EXACT if dtype == torch.float64 else FP32)
 
 
 @pytest.mark.gpu
 def test_a_captured_call_follows_the_points():
-    on_cuda = [t.cuda() if isinstance(t, torch.Tensor) else t for t in SYSTEMS["a batch"]]
+    on_cuda = moved(SYSTEMS["a batch"], "cuda")
     given = parameters(device="cuda")
-    lennard_jones(*on_cuda, **given)
+    lennard_jones(on_cuda, **given)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        captured = lennard_jones(*on_cuda, **given)
-    on_cuda[0].mul_(1.01)
+        captured = lennard_jones(on_cuda, **given)
+    on_cuda.points.mul_(1.01)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, lennard_jones(*on_cuda, **given), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(captured, lennard_jones(on_cuda, **given), strict=True))

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from alchemi_kernels import lennard_jones
+from alchemi_kernels import FullList, lennard_jones
 from alchemi_shardtensor import PADDED, STALE, ShardTensor, plain, tag
 from alchemi_spec import SPEC_LJ_HALO
 
@@ -38,9 +38,9 @@ class LennardJones(nn.Module):
         """Energy (B,) in eV, forces (N, 3) in eV/Å, stress (B, 3, 3) in eV/Å^3, those of `outputs`."""
         points, edge_index = _reached(data)
         shifts, cell, batch = plain(data["edge_shifts"]), data["cell"].to(points.dtype), data["batch"]
-        given = (points, edge_index[0], edge_index[1], shifts, cell, plain(batch), len(batch))
+        edges = FullList(points, edge_index[0], edge_index[1], shifts, cell, plain(batch), len(batch))
         stressed = "stress" in outputs
-        found = lennard_jones(*given, sigma=self.sigma, epsilon=self.epsilon, cutoff=self.cutoff, virial=stressed)
+        found = lennard_jones(edges, sigma=self.sigma, epsilon=self.epsilon, cutoff=self.cutoff, virial=stressed)
         results = {"forces": _as_rows_of(data["positions"], found.forces)}
         if "energy" in outputs:
             results["energy"] = _per_system(found.energies, batch, cell).to(self.dtype)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alchemi_kernels.pairs import PairSums
+from alchemi_kernels.pairs import FullList, PairSums
 
 
 class Tile(NamedTuple):
@@ -121,21 +121,9 @@ def _lennard_jones(
         _store_row(virials, 3 * atom + 2, mine, xz, yz, zz)
 
 
-def lennard_jones(
-    points: Tensor,
-    sender: Tensor,
-    receiver: Tensor,
-    shifts: Tensor,
-    cell: Tensor,
-    batch: Tensor,
-    n: int,
-    sigma: Tensor,
-    epsilon: Tensor,
-    cutoff: float,
-    virial: bool,
-    tile: Tile = TILE,
-) -> PairSums:
+def lennard_jones(edges: FullList, sigma: Tensor, epsilon: Tensor, cutoff: float, virial: bool, tile: Tile = TILE) -> PairSums:
     """As `alchemi_kernels.lennard_jones`, on CUDA; `benchmarks/kernels.py` tries other tiles."""
+    points, sender, receiver, shifts, cell, batch, n = edges
     real, wide, device = sigma.dtype, torch.promote_types(points.dtype, sigma.dtype), points.device
     starts = torch.searchsorted(receiver.contiguous(), torch.arange(n + 1, device=device))
     energies, forces = (torch.empty(n, *shape, dtype=wide, device=device) for shape in ((), (3,)))

@@ -6,6 +6,22 @@ import torch
 from torch import Tensor
 
 
+class FullList(NamedTuple):
+    """Every edge of the first `n` points, both directions of each pair, sorted by receiver.
+
+    `points` (n + ghosts, 3) Å; `sender` and `receiver` (E,); `shifts` (E, 3): whole-numbered S of the geometry
+    r = x[sender] + S @ cell[batch[receiver]] - x[receiver]; `cell` (B, 3, 3) Å; `batch` (n,).
+    """
+
+    points: Tensor
+    sender: Tensor
+    receiver: Tensor
+    shifts: Tensor
+    cell: Tensor
+    batch: Tensor
+    n: int
+
+
 class PairSums(NamedTuple):
     """Of each receiver: its half of its pairs' energies (n,), the force on it (n, 3), its half of their virials (n, 3, 3).
 
@@ -17,61 +33,34 @@ class PairSums(NamedTuple):
     virials: Tensor | None
 
 
-def lennard_jones(
-    points: Tensor,
-    sender: Tensor,
-    receiver: Tensor,
-    shifts: Tensor,
-    cell: Tensor,
-    batch: Tensor,
-    n: int,
-    *,
-    sigma: Tensor,
-    epsilon: Tensor,
-    cutoff: float,
-    virial: bool = True,
-) -> PairSums:
+def lennard_jones(edges: FullList, *, sigma: Tensor, epsilon: Tensor, cutoff: float, virial: bool = True) -> PairSums:
     """4 ε ((σ/r)^12 - (σ/r)^6), switched off between 0.9 cutoff and `cutoff` with continuous second derivative.
 
-    `points` (n + ghosts, 3), Å; `sender` and `receiver` (E,): every edge of the first n points, both directions of each pair,
-    sorted by receiver; `shifts` (E, 3): whole-numbered S of r = x[sender] + S @ cell[batch[receiver]] - x[receiver];
-    `cell` (B, 3, 3); `batch` (n,). `sigma` (Å) and `epsilon` (eV): one number each, on the points' device.
+    `sigma` (Å) and `epsilon` (eV): one number each, on the points' device; `cutoff` in Å.
 
     Vectors are formed in the points' dtype, pairs computed in sigma's, and summed in the wider of both, so that forces add up
     to zero. An edge of `cutoff` or longer adds exactly nothing. Not differentiable. On CUDA it neither waits for the device
     nor copies to it, and may be captured.
     """
-    given = points.detach(), sender, receiver, shifts, cell, batch, n, sigma, epsilon, cutoff, virial
-    if not points.is_cuda:
-        return lennard_jones_in_torch(*given)
+    edges = edges._replace(points=edges.points.detach())
+    if not edges.points.is_cuda:
+        return lennard_jones_in_torch(edges, sigma, epsilon, cutoff, virial)
     from alchemi_kernels import fused  # noqa: PLC0415  Triton is only where torch brings it
 
-    return fused.lennard_jones(*given)
+    return fused.lennard_jones(edges, sigma, epsilon, cutoff, virial)
 
 
-def lennard_jones_in_torch(
-    points: Tensor,
-    sender: Tensor,
-    receiver: Tensor,
-    shifts: Tensor,
-    cell: Tensor,
-    batch: Tensor,
-    n: int,
-    sigma: Tensor,
-    epsilon: Tensor,
-    cutoff: float,
-    virial: bool,
-) -> PairSums:
+def lennard_jones_in_torch(edges: FullList, sigma: Tensor, epsilon: Tensor, cutoff: float, virial: bool) -> PairSums:
     """As `lennard_jones`, on any device and of edges in any order; a dozen tensors of the edges' size."""
-    vectors = _vectors(points, sender, receiver, shifts, cell, batch).to(sigma.dtype)
+    vectors = _vectors(edges).to(sigma.dtype)
     r = torch.linalg.vector_norm(vectors, dim=1)
     far = r >= cutoff  # not of nan, which is to be seen
     r, vectors = torch.where(far, cutoff, r), torch.where(far[:, None], 0, vectors)
     energy, slope = lennard_jones_pair(r, sigma, epsilon, cutoff)
     energy = torch.where(far, 0, energy)  # at the cutoff the switch is zero to round-off only
     force = (slope / r)[:, None] * vectors
-    wide = torch.promote_types(points.dtype, sigma.dtype)
-    return _summed(receiver, n, energy.to(wide), force.to(wide), vectors.to(wide), virial)
+    wide = torch.promote_types(edges.points.dtype, sigma.dtype)
+    return _summed(edges.receiver, edges.n, energy.to(wide), force.to(wide), vectors.to(wide), virial)
 
 
 def lennard_jones_pair(r: Tensor, sigma: Tensor, epsilon: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
@@ -83,8 +72,9 @@ def lennard_jones_pair(r: Tensor, sigma: Tensor, epsilon: Tensor, cutoff: float)
     return bare * switch, slope * switch + bare * slope_of_switch
 
 
-def _vectors(points: Tensor, sender: Tensor, receiver: Tensor, shifts: Tensor, cell: Tensor, batch: Tensor) -> Tensor:
+def _vectors(edges: FullList) -> Tensor:
     """From receivers to senders (E, 3)."""
+    points, sender, receiver, shifts, cell, batch, _ = edges
     cells = cell.to(points.dtype)[batch[receiver]]
     return points[sender] - points[receiver] + (shifts.to(points.dtype)[:, :, None] * cells).sum(1)
 
