@@ -43,7 +43,7 @@ STRUCTURES = {"argon": argon, "quartz": quartz}
 
 
 def lennard_jones(dtype):
-    """Argon's, in plain torch."""
+    """Argon's."""
     return LennardJones().to(dtype)
 
 

@@ -104,35 +104,40 @@ def millions(n_bytes):
     return number(None if n_bytes is None else n_bytes / 1e6)
 
 
+def figure(key, *digits):
+    """A column: a row's number."""
+    return lambda row: number(row[key], *digits)
+
+
 FIRST = {
     "system, model": name,
     "atoms": lambda r: f"{r['atoms']:,}",
     "ranks": lambda r: str(r["ranks"]),
     "compile": lambda r: r["compile"],
-    "ms/step": lambda r: number(r["ms_per_step"]),
+    "ms/step": figure("ms_per_step"),
 }
 SPEEDS = {
-    "katom-step/s": lambda r: number(r["katom_steps_per_s"]),
-    "µs/atom/step": lambda r: number(r["us_per_atom_step"]),
-    "ns/day at 1 fs": lambda r: number(r["ns_per_day_1fs"]),
-    "peak, GiB": lambda r: number(r["peak_gib"]),
+    "katom-step/s": figure("katom_steps_per_s"),
+    "µs/atom/step": figure("us_per_atom_step"),
+    "ns/day at 1 fs": figure("ns_per_day_1fs"),
+    "peak, GiB": figure("peak_gib"),
     "MB sent": lambda r: millions(r["bytes"]),
-    "messages": lambda r: number(r["messages"]),
-    "share of communication": lambda r: number(r["exchange_share"], 2),
+    "messages": figure("messages"),
+    "share of communication": figure("exchange_share", 2),
 }
 PARTS = {
-    "between rebuilds, ms": lambda r: number(r["between_ms"]),
-    "bare, ms": lambda r: number(r["bare_ms"]),
-    "rebuild, ms": lambda r: number(r["rebuild_ms"]),
+    "between rebuilds, ms": figure("between_ms"),
+    "bare, ms": figure("bare_ms"),
+    "rebuild, ms": figure("rebuild_ms"),
     "rebuilds": lambda r: f"{r['rebuilds']} in {r['steps']}",
 }
 CUTS = {
-    "cuts, ms": lambda r: number(r["cut_ms"]),
-    "migration, ms": lambda r: number(r["migrate_ms"]),
-    "lists and ghosts, ms": lambda r: number(r["lists_ms"]),
-    "first step, ms": lambda r: number(r["first_step_ms"]),
-    "ghosts": lambda r: number(r["ghosts"]),
-    "owned, most over mean": lambda r: number(r["imbalance"], 4),
+    "cuts, ms": figure("cut_ms"),
+    "migration, ms": figure("migrate_ms"),
+    "lists and ghosts, ms": figure("lists_ms"),
+    "first step, ms": figure("first_step_ms"),
+    "ghosts": figure("ghosts"),
+    "owned, most over mean": figure("imbalance", 4),
     "MB sent": SPEEDS["MB sent"],
     "messages": SPEEDS["messages"],
     "peak, GiB": SPEEDS["peak, GiB"],
@@ -144,7 +149,7 @@ def columns(measure, rows, peers):
     speed = {"speed-up": lambda r: speed_up(r, rows)}
     if measure == "evaluate":
         beside = {"parity: energy, forces (eV/Å)": parity, "peer / this": lambda r: ratios(r, peers)}
-        return FIRST | {"p95, ms": lambda r: number(r["p95_ms"])} | speed | SPEEDS | beside
+        return FIRST | {"p95, ms": figure("p95_ms")} | speed | SPEEDS | beside
     if measure == "rebuild":
         return FIRST | CUTS | {"parity: energy, forces (eV/Å)": parity}
     drift = {"drift, eV/atom": lambda r: f"{r['drift_ev_per_atom']:.0e}"}

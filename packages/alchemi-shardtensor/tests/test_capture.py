@@ -5,11 +5,11 @@ import pytest
 import torch
 from graphs import UNEVEN, RandomGraph
 
-from alchemi_shardtensor import EDGE, LOST, OWNED, Aside, Captured, Comm, plain
+from alchemi_shardtensor import EDGE, LOST, OWNED, Captured, Comm, DomainConfig, SideStream, plain
 from alchemi_shardtensor.capture import EAGER_CALLS
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, ranks
 from alchemi_shardtensor.waits import HostWaits
-from alchemi_spec import DistributionSpec, OpAdapter, SameRows
+from alchemi_spec import DistributionSpec, OpAdapter, SameRows, SpecError
 
 CPU = torch.device("cpu")
 WAITING = {
@@ -56,14 +56,23 @@ def test_a_wait_on_one_rank_is_known_on_all_and_the_step_goes_on_as_it_is(comm):
             made.clear()
         return len(made)
 
-    captured = Captured(step, comm, Aside(CPU))
+    captured = Captured(step, comm, SideStream(CPU))
     assert [captured() for _ in range(EAGER_CALLS + 2)] == list(range(1, EAGER_CALLS + 3))
     assert "_local_scalar_dense at " in captured.why_not and "made[-1].item() < 0" in captured.why_not
 
 
+def test_what_is_no_mode_and_no_type_is_refused():
+    with pytest.raises(
+        SpecError, match="compile='graph' is no way .* 'auto', 'capture', 'inductor', 'off'"
+    ):
+        DomainConfig(compile="graph")
+    with pytest.raises(SpecError, match="wire=torch.int8 is no type of floats"):
+        DomainConfig(wire=torch.int8)
+
+
 def test_a_step_that_waits_for_nothing_runs_on_the_cpu_without_a_graph():
     x = torch.zeros(2)
-    captured = Captured(lambda: x.add_(1), Comm(), Aside(CPU))
+    captured = Captured(lambda: x.add_(1), Comm(), SideStream(CPU))
     for n in range(1, EAGER_CALLS + 3):
         assert captured() is x and x[0] == n
     assert captured.why_not is None and captured.graph is None

@@ -14,7 +14,7 @@ from alchemi_dist.room import Capacity, Room
 from alchemi_dist.sharded import ShardedBatch
 from alchemi_dist.strain import rows_times
 from alchemi_halo import Frames
-from alchemi_shardtensor import Aside, Captured
+from alchemi_shardtensor import Captured, SideStream
 from alchemi_shardtensor.compiled import compiled
 from alchemi_spec import MissingHandler, OutputKind, SpecError
 
@@ -51,7 +51,7 @@ class Domain:
         self._has_room = self.why_eager is None  # also where it turns out that steps are eager
         self.room: Room | None = None
         self.recaptures = 0
-        self._aside = Aside(batch.comm.device)
+        self._side = SideStream(batch.comm.device)
         self._evaluations: dict[tuple[str, ...], Captured[dict[str, Tensor]]] = {}
         self._reach = max(cutoffs(model.model).values()) + self.skin
         self.connect()
@@ -70,9 +70,7 @@ class Domain:
             self.model.refresh(self.data, self.batch)
             return self.model.compute(self.model.shown(self.data, self.batch, self.skin), self.batch, outputs)
         if outputs not in self._evaluations:
-            self._evaluations[outputs] = Captured(
-                self._compiled(partial(self._computed, outputs)), self.batch.comm, self._aside
-            )
+            self._evaluations[outputs] = Captured(self._compiled(partial(self._computed, outputs)), self.batch.comm, self._side)
         results = self._evaluations[outputs]()
         self.why_eager = self.why_eager or self._evaluations[outputs].why_not
         return results
@@ -96,7 +94,7 @@ class Domain:
 
     def captured(self, step: Callable[[], T]) -> Callable[[], T]:
         """A step on this room's tensors, to be made while the room lasts; without a room, the step as it is."""
-        return step if self.room is None else Captured(step, self.batch.comm, self._aside)
+        return step if self.room is None else Captured(step, self.batch.comm, self._side)
 
     def slack(self) -> Tensor:
         """How much nearer two of this rank's atoms may yet come to others (Å, a scalar on the device); nan if one is nowhere.
@@ -160,7 +158,7 @@ class Domain:
             capacity = needed.grown(MARGINS[min(self.recaptures, len(MARGINS) - 1)] if self.skin else 0.0)
             capacity = capacity if room is None else capacity.joined(room.capacity)
             self.room, self._evaluations = Room(self.model, capacity, data, self.batch), {}
-            self._aside = Aside(self._aside.device)  # memory of its own, whatever holds on to the old room's
+            self._side = SideStream(self._side.device)  # memory of its own, whatever holds on to the old room's
         assert self.room is not None
         self.batch = self.room.fill(data, self.batch)
 

@@ -271,8 +271,7 @@ class Room:
         self, results: Mapping[str, Tensor], of_atoms: Callable[[Tensor], Tensor], of_systems: Callable[[Tensor], Tensor]
     ) -> dict[str, Tensor]:
         kinds = self.model.spec.output_kinds
-        ways = {OutputKind.PER_NODE: of_atoms, OutputKind.PER_GRAPH: of_systems, OutputKind.GLOBAL: torch.clone}
-        return {name: ways[kinds[name]](value) for name, value in results.items()}
+        return {name: (of_atoms if kinds[name] is OutputKind.PER_NODE else of_systems)(v) for name, v in results.items()}
 
     @property
     def tensors(self) -> list[Tensor]:

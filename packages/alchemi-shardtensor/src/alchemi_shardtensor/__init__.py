@@ -1,7 +1,7 @@
 """A torch.Tensor that knows its rows are one rank's share, and everything that ranks say to each other."""
 
 from alchemi_shardtensor.adapters import adapted, unscripted, wrap_custom_op
-from alchemi_shardtensor.capture import Aside, Captured
+from alchemi_shardtensor.capture import Captured, SideStream
 from alchemi_shardtensor.collectives import (
     all_gather_rows,
     max_over_ranks,
@@ -53,7 +53,6 @@ __all__ = [
     "STALE",
     "SYSTEM",
     "SYSTEMS",
-    "Aside",
     "Captured",
     "Comm",
     "DomainConfig",
@@ -66,6 +65,7 @@ __all__ = [
     "Rule",
     "Shard",
     "ShardTensor",
+    "SideStream",
     "Storage",
     "Traffic",
     "adapted",

@@ -25,6 +25,7 @@ from alchemi_shardtensor.tensor import (
     SYSTEM,
     Shard,
     ShardTensor,
+    collect,
     plain,
     tag,
     tag_in_place,
@@ -88,7 +89,9 @@ def _called(
             f"Use GatherInputsFull and SliceOutputsOwned, or a halo policy."
         )
     full = any(isinstance(t, GatherInputsFull) for t in transforms.values())
-    shared = [t for t in _tensors(named.values()) if t.rows in SHARE]
+    tagged: list[ShardTensor] = []
+    collect(named.values(), tagged)
+    shared = [t for t in tagged if t.rows in SHARE]
     given = {name: _into(shard, transforms.get(name), value) for name, value in named.items()}
     result = op(**given)
     if isinstance(result, dict):
@@ -96,14 +99,6 @@ def _called(
     if isinstance(result, (tuple, list)):
         return tuple(_out(shard, adapter.output_transforms.get(i), value, full, shared) for i, value in enumerate(result))
     return _out(shard, adapter.output_transforms.get(0), result, full, shared)
-
-
-def _tensors(values: Any) -> Iterator[ShardTensor]:
-    for value in values:
-        if isinstance(value, ShardTensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _tensors(value)
 
 
 def _into(shard: Shard, transform: Any, value: Any) -> Any:

@@ -15,7 +15,7 @@ EAGER_CALLS = 5
 """Before a graph is recorded: for checks that are made once and TorchScript's profiling; the last is searched for waits."""
 
 
-class Aside:
+class SideStream:
     """A stream of its own and memory for steps that are captured: they share it, as they run one after another."""
 
     def __init__(self, device: torch.device) -> None:
@@ -47,11 +47,11 @@ class Captured(Generic[T]):
 
     The first calls run as they are; the last of them is searched for what cannot be captured, which is named in `why_not` on
     every rank: then all calls run as they are. Otherwise, on CUDA, the calls after them replay one graph, and what is returned
-    is the same tensors each time, overwritten by the next call of any step that is run `aside`. On the CPU there are no graphs.
+    is the same tensors each time, overwritten by the next call of any step on the same `side`. On the CPU there are no graphs.
     """
 
-    def __init__(self, step: Callable[[], T], comm: Comm, aside: Aside) -> None:
-        self.step, self.comm, self.aside = step, comm, aside
+    def __init__(self, step: Callable[[], T], comm: Comm, side: SideStream) -> None:
+        self.step, self.comm, self.side = step, comm, side
         self.calls = 0
         self.why_not: str | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -72,14 +72,14 @@ class Captured(Generic[T]):
             return self.step()
         if self.calls == EAGER_CALLS:
             return self._searched()
-        if self.calls > EAGER_CALLS and self.aside.on_cuda:
+        if self.calls > EAGER_CALLS and self.side.on_cuda:
             self._record()
             return self()
-        return self.aside(self.step)
+        return self.side(self.step)
 
     def _searched(self) -> T:
         with HostWaits() as waits:
-            results = self.aside(self.step)
+            results = self.side(self.step)
         found = self.comm.gather_objects(waits.found[:1])
         self.why_not = next((f"it waits for the device: {first}" for rank in found for first in rank), None)
         return results
@@ -87,7 +87,7 @@ class Captured(Generic[T]):
     def _record(self) -> None:
         before, graph, error = astuple(self.comm.traffic), None, None
         try:
-            graph, self._results = self.aside.record(self.step)
+            graph, self._results = self.side.record(self.step)
         except Exception as caught:  # what cannot be captured is torch's to know
             frames = [frame for frame, _ in traceback.walk_tb(caught.__traceback__)]
             error = f"{type(caught).__name__} {asked_at(frames[-1])}: {str(caught).splitlines()[0]}"

@@ -1,11 +1,15 @@
 """How a model is to be spread: the choices that a user makes, apart from what the model declares."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
 from alchemi_shardtensor.comm import Comm
+from alchemi_spec import SpecError
+
+Mode = Literal["auto", "capture", "inductor", "off"]
+MODES = get_args(Mode)
 
 
 @dataclass(frozen=True)
@@ -18,11 +22,23 @@ class DomainConfig:
     `compile`: `capture` makes the steps of a domain on tensors of fixed size, on CUDA in one graph; `inductor` compiles
     them first; `off` is eager; `auto` is what the model wants, by default `capture` on CUDA and `off` on the CPU.
 
-    `wire`: a narrower type of floats to send features in, `torch.float32` or `torch.bfloat16`. Off by default: bfloat16 has 8
-    bits, so forces change by about 1e-2 of themselves. Rows of three numbers, which may be coordinates, are sent as they are.
+    `wire`: a narrower type of floats to send features in by exchanges, `torch.float32` or `torch.bfloat16`. Off by default. Rows
+    of three numbers, which may be coordinates, are sent as they are. SevenNet-0's forces change by 5e-4 of theirs in bfloat16.
     """
 
     comm: Comm = field(default_factory=Comm)
     strategy: str | Any = "halo"
-    compile: Literal["auto", "capture", "inductor", "off"] = "auto"
+    compile: Mode = "auto"
     wire: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what is no mode or no type of floats.
+
+        Raises:
+            SpecError: saying what is.
+
+        """
+        if self.compile not in MODES:
+            raise SpecError(f"compile={self.compile!r} is no way to make steps: use one of {', '.join(map(repr, MODES))}.")
+        if self.wire is not None and not self.wire.is_floating_point:
+            raise SpecError(f"wire={self.wire} is no type of floats: use torch.float32 or torch.bfloat16, or None.")

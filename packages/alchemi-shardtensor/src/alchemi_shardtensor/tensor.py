@@ -221,9 +221,9 @@ class ShardTensor(Tensor):
                 if kind is ShardTensor:
                     sources.append(a)
                 elif kind is tuple or kind is list:
-                    _collect(a, sources)
+                    collect(a, sources)
             if kwargs:
-                _collect(kwargs.values(), sources)
+                collect(kwargs.values(), sources)
             else:
                 kwargs = {}
             if not sources:
@@ -353,10 +353,11 @@ def plain(t: Tensor) -> Tensor:
     return t.as_subclass(Tensor) if isinstance(t, ShardTensor) else t
 
 
-def _collect(args: Iterable[Any], found: list[ShardTensor]) -> None:
+def collect(args: Iterable[Any], found: list[ShardTensor]) -> None:
+    """Put the ShardTensors among `args`, also within lists, into `found`."""
     for a in args:
         kind = type(a)
         if kind is ShardTensor:
             found.append(a)
         elif kind is tuple or kind is list:
-            _collect(a, found)
+            collect(a, found)

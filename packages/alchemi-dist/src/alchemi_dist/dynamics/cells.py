@@ -11,11 +11,11 @@ from alchemi_dist.dynamics.matrices import (
     exponential,
     isotropic,
     on_diagonal,
-    rows_times,
     symmetric,
 )
 from alchemi_dist.dynamics.parameters import PerSystem, one_of, require_volume, restore
 from alchemi_dist.dynamics.state import State
+from alchemi_dist.strain import rows_times
 
 
 class Coordinates(Protocol):
@@ -96,14 +96,14 @@ class FrechetCell:
         pull = self.allowed(state.stress) + on_diagonal(self.pressure.on(state))
         along = -state.volume()[:, None, None] * pull @ exponential(-self.logarithm).mT
         cells = derivative_of_exponential(self.logarithm.mT, along) / self.atoms[:, None, None]
-        return rows_times(state.forces, exponential(self.logarithm), state.batch), cells
+        return rows_times(state.forces, exponential(self.logarithm)[state.batch]), cells
 
     def move(self, state: State, atoms: Tensor, cells: Tensor, moving: Tensor) -> None:
         """By steps (n, 3) and (B, 3, 3) Å. What stands still is not rounded either."""
-        undeformed = rows_times(state.positions, exponential(-self.logarithm).mT, state.batch)
+        undeformed = rows_times(state.positions, exponential(-self.logarithm).mT[state.batch])
         self.logarithm += cells / self.atoms[:, None, None]
         deformation = exponential(self.logarithm).mT
-        moved = rows_times(undeformed + atoms, deformation, state.batch)
+        moved = rows_times(undeformed + atoms, deformation[state.batch])
         state.positions.copy_(torch.where(moving[state.batch, None], moved, state.positions))
         state.cell.copy_(torch.where(moving[:, None, None], self.reference @ deformation, state.cell))
 

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from alchemi_dist import strain
-
 
 def exponential(a: Tensor) -> Tensor:
     """The exponential (B, k, k), to round-off for norms up to 2: a Taylor series of order 16, scaled by 4 and squared twice."""
@@ -53,8 +51,3 @@ def trace(a: Tensor) -> Tensor:
 def on_diagonal(values: Tensor) -> Tensor:
     """(B,) -> (B, 3, 3)."""
     return torch.diag_embed(values[:, None].expand(-1, 3))
-
-
-def rows_times(rows: Tensor, matrices: Tensor, batch: Tensor) -> Tensor:
-    """Every atom's row (n, 3) times its system's matrix of (B, 3, 3)."""
-    return strain.rows_times(rows, matrices[batch])

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from alchemi_dist.dynamics.chain import Chain
-from alchemi_dist.dynamics.matrices import exponential_and_mean, isotropic, on_diagonal, rows_times, symmetric, trace
+from alchemi_dist.dynamics.matrices import exponential_and_mean, isotropic, on_diagonal, symmetric, trace
 from alchemi_dist.dynamics.parameters import PerSystem, one_of, positive, require_volume, restore
 from alchemi_dist.dynamics.state import BOLTZMANN, State
+from alchemi_dist.strain import rows_times
 
 
 class NPT:
@@ -89,14 +90,14 @@ class NPT:
         """Exactly, at the cell's rate: dv/dt = a - v (rate + tr(rate)/f)."""
         friction = self.rate + on_diagonal(trace(self.rate) / state.freedom)
         decay, mean = exponential_and_mean(-0.5 * self.timestep * friction)
-        kick = rows_times(0.5 * self.timestep * state.acceleration(), mean, state.batch)
-        state.velocities.copy_(rows_times(state.velocities, decay, state.batch) + kick)
+        kick = rows_times(0.5 * self.timestep * state.acceleration(), mean[state.batch])
+        state.velocities.copy_(rows_times(state.velocities, decay[state.batch]) + kick)
 
     def _drift(self, state: State) -> None:
         """Exactly, at the cell's rate: dx/dt = v + x rate, and the cell with it."""
         growth, mean = exponential_and_mean(self.timestep * self.rate)
-        step = rows_times(self.timestep * state.velocities, mean, state.batch)
-        state.positions.copy_(rows_times(state.positions, growth, state.batch) + step)
+        step = rows_times(self.timestep * state.velocities, mean[state.batch])
+        state.positions.copy_(rows_times(state.positions, growth[state.batch]) + step)
         state.cell.copy_(state.cell @ growth)
 
     def _kT(self, state: State) -> Tensor:  # noqa: N802

@@ -34,6 +34,7 @@ from alchemi_dist.model import DistributedModel
 from alchemi_dist.registry import find_strategy, load_model
 from alchemi_dist.sharded import ShardedBatch
 from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_shardtensor.config import MODES
 from alchemi_spec import InputError
 
 PHYSICS = ("model", "dtype", "ensemble", "temperature", "pressure", "cell", "timestep", "friction", "damping", "seed")
@@ -86,7 +87,7 @@ class Settings(ABC):
         at_least_one("every", self.every)
         one_of("dtype", self.dtype, (None, "float32", "float64"))
         find_strategy(self.strategy)
-        one_of("compile", self.compile, ("auto", "capture", "inductor", "off"))
+        one_of("compile", self.compile, MODES)
         if not self.skin >= 0:
             raise InputError(f"skin is {self.skin} Å, a length that is added to the cutoff: use 0 or more.")
         if self.traj is not None and Path(self.traj).suffix != ".zarr":

@@ -88,7 +88,7 @@ class Simulation:
         if any(name not in given or given[name] is not batch.carried[name] for name in moving):
             domain.carry(**(moving | given))
         self.state = State.of(domain.batch, integrator.conserves_momentum)
-        self._least = torch.zeros((), dtype=torch.float64, device=domain.batch.comm.device)
+        self._least = torch.full((), torch.inf, dtype=torch.float64, device=domain.batch.comm.device)
         self._number = torch.zeros((), dtype=torch.long, device=domain.batch.comm.device)
         self._hold()
 
@@ -184,7 +184,6 @@ class Simulation:
             self._capture()
 
     def _step_with_care(self) -> None:
-        self._least.fill_(torch.inf)
         self._first()
         if not self._slack_left():
             self._rebuild()
@@ -204,12 +203,10 @@ class Simulation:
         self.domain.rebuild()
         self.rebuilds += 1
         self._hold()
-        self._least.fill_(torch.inf)
 
     def _steps_without_looking(self, steps: int) -> bool:
         """Whether lists lasted; otherwise everything is as it was."""
         before = self._moment()
-        self._least.copy_(self.domain.slack())
         for _ in range(steps):
             self._first()
             self.state.step += 1
@@ -223,8 +220,12 @@ class Simulation:
         return False
 
     def _slack_left(self) -> bool:
-        """Whether no rank's slack was or is negative, in one reduction; and how many steps it will last at present speeds."""
+        """Whether no rank's slack is, or has been since this was asked last, negative, in one reduction.
+
+        And how many steps it will last at present speeds.
+        """
         slack = torch.minimum(self._least, self.domain.slack())
+        self._least.fill_(torch.inf)
         speeds = torch.linalg.vector_norm(self.state.velocities, dim=-1)
         both = torch.stack([-slack.nan_to_num(nan=-torch.inf), torch.cat([speeds, speeds.new_zeros(1)]).amax().nan_to_num()])
         least, fastest = self.domain.batch.comm.all_reduce(both, "max").tolist()
