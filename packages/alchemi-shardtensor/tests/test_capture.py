@@ -62,9 +62,7 @@ def test_a_wait_on_one_rank_is_known_on_all_and_the_step_goes_on_as_it_is(comm):
 
 
 def test_what_is_no_mode_and_no_type_is_refused():
-    with pytest.raises(
-        SpecError, match="compile='graph' is no way .* 'auto', 'capture', 'inductor', 'off'"
-    ):
+    with pytest.raises(SpecError, match="compile='graph' is no way .* 'auto', 'capture', 'inductor', 'off'"):
         DomainConfig(compile="graph")
     with pytest.raises(SpecError, match="wire=torch.int8 is no type of floats"):
         DomainConfig(wire=torch.int8)

@@ -90,7 +90,7 @@ class Captured(Generic[T]):
             graph, self._results = self.side.record(self.step)
         except Exception as caught:  # what cannot be captured is torch's to know
             frames = [frame for frame, _ in traceback.walk_tb(caught.__traceback__)]
-            error = f"{type(caught).__name__} {asked_at(frames[-1])}: {str(caught).splitlines()[0]}"
+            error = f"{type(caught).__name__} {asked_at(frames[-1])}: {(str(caught).splitlines() or [''])[0]}"
         self._sent = Traffic(*(a - b for a, b in zip(astuple(self.comm.traffic), before, strict=True)))
         _add(self.comm.traffic, self._sent, -1)
         self.why_not = next((e for e in self.comm.gather_objects(error) if e is not None), None)

@@ -37,16 +37,18 @@ class HostWaits(TorchDispatchMode):
         masked = func.overloadpacket in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_) and any(
             i is not None and i.dtype == torch.bool for i in args[1]
         )
-        crosses = func.overloadpacket in (_ATEN._to_copy, _ATEN.copy_) and _crosses(result, args)
-        if func.overloadpacket in _WAITS or masked or crosses:
+        if func.overloadpacket in _WAITS or masked or _crosses(func.overloadpacket, result, args):
             self.found.append(f"{func.overloadpacket.__name__} {asked_at(sys._getframe(1))}")
         return result
 
 
-def _crosses(result: Any, args: Any) -> bool:
-    """From device to host or back; what is pinned goes without a wait."""
-    source = next(a for a in reversed(args) if isinstance(a, Tensor))
-    return result.device.type != source.device.type and (result.device.type == "cpu" or not source.is_pinned())
+def _crosses(op: Any, result: Any, args: Any) -> bool:
+    """To the host, or as a copy to the device; there what is pinned goes without a wait."""
+    given = [a for a in args if isinstance(a, Tensor)]
+    if not isinstance(result, Tensor) or all(t.device.type == result.device.type for t in given):
+        return False
+    copies = op in (_ATEN._to_copy, _ATEN.copy_)
+    return result.device.type == "cpu" or (copies and given[-1].device.type == "cpu" and not given[-1].is_pinned())
 
 
 def asked_at(frame: FrameType | None) -> str:
