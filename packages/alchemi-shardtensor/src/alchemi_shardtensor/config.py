@@ -22,8 +22,8 @@ class DomainConfig:
     `compile`: `capture` makes the steps of a domain on tensors of fixed size, on CUDA in one graph; `inductor` compiles
     them first; `off` is eager; `auto` is what the model wants, by default `capture` on CUDA and `off` on the CPU.
 
-    `wire`: a narrower type of floats to send features in by exchanges, `torch.float32` or `torch.bfloat16`. Off by default. Rows
-    of three numbers, which may be coordinates, are sent as they are. SevenNet-0's forces change by 5e-4 of theirs in bfloat16.
+    `wire`: a narrower type of floats in which exchanges send features, `torch.float32` or `torch.bfloat16`. Off by default.
+    Rows of three numbers, which may be coordinates, are sent as they are. SevenNet-0's forces change by 5e-4 in bfloat16.
     """
 
     comm: Comm = field(default_factory=Comm)
