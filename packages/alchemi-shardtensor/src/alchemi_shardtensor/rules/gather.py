@@ -109,7 +109,8 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-atom rows (N, *F), index (E,) -> (E, *F)."""
     if type(index) is ShardTensor:
         rows, local = shard.storage.reach(shard, input, index)
-        return _gathered(shard, rows[local], input, index, index.tag.row_dim)
+        picked = rows.index_select(0, local) if local.ndim == 1 else rows[local]  # whose adjoint on CUDA sorts the index
+        return _gathered(shard, picked, input, index, index.tag.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
     if not isinstance(first, ShardTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
