@@ -20,6 +20,8 @@ EXTRAS = {"alchemi-dist": "[cli]", "alchemi-shardtensor": "[testing]"}
 ALSO = {
     "alchemi-halo": ["alchemi-shardtensor[testing]", "hypothesis"],
     "alchemi-dist": ["alchemi-shardtensor[testing]"],
+    "alchemi-graphpart": ["alchemi-halo", "alchemi-shardtensor[testing]"],
+    "alchemi-kernels": ["ase"],
     "alchemi-shardtensor": ["mpi4py", "mpich"],
     "alchemi-spec": ["hypothesis"],
 }

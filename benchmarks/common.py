@@ -15,7 +15,7 @@ from ase.build import bulk
 from alchemi_dist import Comm, LennardJones
 
 QUARTZ = Path(__file__).parents[1] / "examples/data/quartz.extxyz"
-LIBRARIES = ("torch", "e3nn", "mace-torch", "cuequivariance-torch", "sevenn", "vesin")
+LIBRARIES = ("torch", "e3nn", "mace-torch", "cuequivariance-torch", "fairchem-core", "sevenn")
 
 
 def quartz(n_atoms, copies=(1, 1, 1)):

@@ -17,9 +17,9 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from vesin import NeighborList
 
-from alchemi_halo import Density, Frames, HaloStrategy, plan
+from alchemi_halo import Density, HaloStrategy, plan
+from alchemi_kernels import Frames, neighbours
 from alchemi_shardtensor import Comm
 
 REACH, PER_VOLUME, THICKNESS = 6.5, 0.05, 100.0
@@ -109,9 +109,9 @@ def agreement(name, make, seeds, reach):
     ghosts, most, peers, owned = [], [], [], []
     for seed in range(seeds):
         x, cell, pbc, density = make(np.random.default_rng(seed))
-        vectors = Frames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None]).vectors[0].numpy()
-        found = NeighborList(cutoff=reach, full_list=True).compute(x, vectors, np.array(pbc), "ij")
-        pairs = [ids.astype(int) for ids in found]
+        frames = Frames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None])
+        found = neighbours(torch.tensor(x), torch.arange(len(x)), frames.vectors[0], frames.periodic[0], reach)
+        pairs = [ids.numpy() for ids in found[:2]]
         for n_ranks in (2, 3, 4, 5, 7, 8, 12, 13, 16):
             has, reads, talks = real(x, cell, pbc, n_ranks, pairs)
             made = plan(density, n_ranks, reach)

@@ -13,7 +13,7 @@ from alchemi_dist import Batch, DistributedModel, Domain, DomainConfig, LennardJ
 from alchemi_dist.dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulation, thermalize
 from alchemi_shardtensor.capture import EAGER_CALLS
 from alchemi_shardtensor.testing import count_traffic, ranks
-from alchemi_spec import SPEC_LJ_HALO, SPEC_MPNN_GP, SPEC_MPNN_HALO, CompilePolicy, SpecError
+from alchemi_spec import SPEC_LJ_HALO, SPEC_MPNN_HALO, CompilePolicy, DistributionSpec, ShardedStoragePolicy, SpecError
 
 EXACT = 1e-11
 MODELS = {"lj": LennardJones(cutoff=5.0), "toy": Toy(), "masked": Masked()}
@@ -175,7 +175,8 @@ def test_why_steps_are_eager_is_said():
         return Domain(DistributedModel(model, config, spec), batch, 0.5).why_eager
 
     assert "there are no graphs on the CPU" in why(Toy(), "auto")
-    assert "layout's rows" in why(Toy(), "capture", SPEC_MPNN_GP)
+    sharded = SPEC_MPNN_HALO.replaced(distribution=DistributionSpec(policy=ShardedStoragePolicy()))
+    assert "layout's rows" in why(Toy(), "capture", sharded)
     asked = Toy.distribution_spec.replaced(compile=CompilePolicy(mode="capture"))
     assert why(Toy(), "auto", asked) is None
     unable = Toy.distribution_spec.replaced(compile=CompilePolicy(capture=False))

@@ -7,7 +7,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from alchemi_halo import Frames, HaloStrategy
+from alchemi_halo import HaloStrategy
+from alchemi_kernels import Frames
 from alchemi_shardtensor import Comm
 from alchemi_shardtensor.testing import ranks
 from alchemi_spec import InvalidCell

@@ -5,9 +5,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from vesin import NeighborList
 
-from alchemi_halo import Density, Frames, HaloStrategy, plan
+from alchemi_halo import Density, HaloStrategy, plan
+from alchemi_kernels import Frames, neighbours
 from alchemi_shardtensor import Comm
 from alchemi_shardtensor.testing import ranks
 from alchemi_spec import InputError, InvalidCell
@@ -72,8 +72,9 @@ def as_tensors(positions, cell, pbc):
 
 def pairs(positions, cell, pbc, reach):
     frames = Frames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None])
-    found = NeighborList(cutoff=reach, full_list=True).compute(positions, frames.vectors[0].numpy(), np.array(pbc), "ij")
-    return found[0].astype(int), found[1].astype(int)
+    everyone = torch.arange(len(positions))
+    found = neighbours(torch.tensor(positions), everyone, frames.vectors[0], frames.periodic[0], reach)
+    return found[0].numpy(), found[1].numpy()
 
 
 def real(positions, cell, pbc, n_ranks, edges, cuts="bisection"):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from alchemi_dist.lists import cutoffs
 from alchemi_dist.model import DistributedModel
-from alchemi_dist.room import Capacity, Room
+from alchemi_dist.room import Capacity, Room, routing_of
 from alchemi_dist.sharded import ShardedBatch
 from alchemi_dist.strain import rows_times
-from alchemi_halo import Frames
+from alchemi_kernels import Frames
 from alchemi_shardtensor import Captured, SideStream
 from alchemi_shardtensor.compiled import compiled
 from alchemi_spec import MissingHandler, OutputKind, SpecError
@@ -137,6 +137,8 @@ class Domain:
         """Make lists and ghosts anew, atoms staying where they are. Every rank must call it."""
         data, before = self.model.prepare(self.batch, skin=self.skin), self.room
         frames = Frames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
+        if self._has_room and routing_of(data).place is not None:
+            self.why_eager, self._has_room = "an all-gather brings the rows of all atoms", False
         if self._has_room:
             self._fill_room(data)
         self.data = data if self.room is None else self.room.data

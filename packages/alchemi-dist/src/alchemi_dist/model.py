@@ -34,8 +34,15 @@ from alchemi_shardtensor import (
     find_layout,
     plain,
     tag,
+    tag_all,
 )
-from alchemi_spec import GatherInputsFull, MissingHandler, MLIPSpec, Model, OutputKind, SpecError, check_elements
+from alchemi_spec import GatherInputsFull, MissingHandler, MLIPSpec, Model, OutputKind, SpecError, StrategyKind, check_elements
+
+
+def spec_of(model: nn.Module, strategy: StrategyKind = StrategyKind.HALO) -> MLIPSpec:
+    """A model's specification under a kind of strategy."""
+    spec = cast(Model[Tensor], model).distribution_spec
+    return spec.under(strategy) if isinstance(spec, MLIPSpec) else spec(strategy)
 
 
 class DistributedModel(nn.Module):
@@ -48,9 +55,9 @@ class DistributedModel(nn.Module):
         """Prepare `model` for the ranks of `config`, default a world of one."""
         super().__init__()
         self.config = config or DomainConfig()
-        self.spec = spec or cast(Model[Tensor], model).distribution_spec
-        self.table = find_layout(self.spec.distribution)
         self.strategy = find_strategy(self.config.strategy)  # once, as looking among all that is installed takes 40 ms
+        self.spec = spec or spec_of(model, getattr(self.strategy, "kind", StrategyKind.HALO))
+        self.table = find_layout(self.spec.distribution)
         self.model = model.to(self.config.comm.device)
 
     @property
@@ -77,6 +84,7 @@ class DistributedModel(nn.Module):
         """Check this rank's atoms, find their edges and ghosts (or take `edges`), and tag every field of the data contract.
 
         With a `skin` (Å), edges that much longer are listed too: `compute` is right until two atoms have come closer by it.
+        A model's own `validate(data)`, if it has one, is called last, on every rank; it may refuse the structures.
         """
         comm, storage = batch.comm, self.table.storage
         if (comm.group, comm.device) != (self.config.comm.group, self.config.comm.device):
@@ -106,12 +114,15 @@ class DistributedModel(nn.Module):
             **batch.per_system,
             "cell": batch.cell,
             "pbc": batch.pbc,
-            "nodes": tag(ids, shard, PADDED, NODES),
+            "nodes": tag_all(ids, shard),
         }
         for name, (edge_index, shifts) in lists.items():
             edge_index = ids[edge_index] if storage.global_ids else edge_index
             data[f"edge_index{name}"] = tag(edge_index, shard, None, NODES, BOTH)
             data[f"edge_shifts{name}"] = tag(shifts, shard, SYSTEM if storage.replicated else EDGE)
+        if hasattr(self.model, "validate"):
+            with torch.no_grad():
+                self.model.validate(data)  # type: ignore[operator]
         return data
 
     def refresh(self, data: Mapping[str, Tensor], batch: ShardedBatch) -> None:

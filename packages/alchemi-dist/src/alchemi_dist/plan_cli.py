@@ -17,7 +17,8 @@ from rich.console import Console
 from rich.table import Table
 
 from alchemi_dist.launching import one_line_errors
-from alchemi_halo import Density, Frames, plan
+from alchemi_halo import Density, plan
+from alchemi_kernels import Frames
 from alchemi_spec import InputError
 
 THICKNESS = 100.0

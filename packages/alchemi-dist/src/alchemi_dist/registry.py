@@ -15,18 +15,32 @@ from alchemi_spec import AlchemiError, InputError
 class Partition(Protocol):
     """Space, or whatever a strategy divides, shared out among ranks."""
 
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
-        """The rank (n,) that is to own each atom (n, 3) Å, by this rank's knowledge alone."""
+    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, ids: Tensor) -> Tensor:
+        """The rank (n,) that is to own each atom (n, 3) Å, one of `ids` (n,), by this rank's knowledge alone."""
         ...
 
 
 class Strategy(Protocol):
-    """A way to build the partition. Below it there is one exchange, one reverse, one sum."""
+    """A way to build the partition. Below it there is one exchange, one reverse, one sum.
+
+    It may have a `kind`, a `StrategyKind` by which models choose their specification; default `HALO`.
+    """
 
     def partition(
-        self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, comm: Comm, weights: Tensor | None = None
+        self,
+        positions: Tensor,
+        batch: Tensor,
+        cell: Tensor,
+        pbc: Tensor,
+        comm: Comm,
+        weights: Tensor | None = None,
+        *,
+        ids: Tensor,
     ) -> Partition:
-        """Who is to own what, from each rank's own atoms (n, 3) Å, of equal sums of `weights` (n,). Every rank must call it."""
+        """Who is to own what, from each rank's own atoms (n, 3) Å, `ids` (n,) of all, of equal sums of `weights` (n,).
+
+        Every rank must call it.
+        """
         ...
 
     def connect(

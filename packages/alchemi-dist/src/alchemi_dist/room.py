@@ -13,7 +13,7 @@ from torch import Tensor
 from alchemi_dist.lists import cutoffs, lengths
 from alchemi_dist.model import DistributedModel
 from alchemi_dist.sharded import ShardedBatch
-from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, PADDED, Routing, Shard, ShardTensor, plain, tag
+from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, PADDED, Routing, Shard, ShardTensor, plain, tag, tag_all
 from alchemi_spec import OutputKind
 
 ROWS = ("positions", "atomic_numbers", "batch", "ids")
@@ -37,7 +37,7 @@ class Capacity:
     @classmethod
     def needed(cls, data: Mapping[str, Tensor], shown: Mapping[str, int]) -> "Capacity":
         """Just what `data` has, with one dead row, of which the model is to be `shown` so many edges."""
-        routing, start = _routing(data), "edge_index"
+        routing, start = routing_of(data), "edge_index"
         listed = {name.removeprefix(start): value.shape[1] for name, value in data.items() if name.startswith(start)}
         return cls(routing.n_owned + 1, routing.send_splits, routing.recv_splits, listed, shown)
 
@@ -65,7 +65,8 @@ def _larger(a: Any, b: Any) -> Any:
     return tuple(map(max, a, b)) if isinstance(a, tuple) else max(a, b)
 
 
-def _routing(data: Mapping[str, Tensor]) -> Routing:
+def routing_of(data: Mapping[str, Tensor]) -> Routing:
+    """Who sends what, for prepared data."""
     return cast(ShardTensor, data["positions"]).shard.routing
 
 
@@ -88,7 +89,7 @@ class Room:
         self.routing = replace(before.routing, n_owned=capacity.owned, send=send, send_splits=splits[0], recv_splits=splits[1])
         self.shard = Shard(before.spec, self.routing, before.n_systems + 1, before.table)
         self.data = {name: self._seen(value) for name, value in data.items() if not name.startswith("edge_")}
-        self.data["nodes"] = tag(torch.arange(self._n_both, device=device), self.shard, PADDED, NODES)
+        self.data["nodes"] = tag_all(torch.arange(self._n_both, device=device), self.shard)
         for name, n in capacity.listed.items():
             self._show(self.data, name, torch.zeros(2, n, dtype=torch.long, device=device), batch.positions.new_zeros(n, 3))
         self.batch = self._held(batch)
@@ -149,7 +150,7 @@ class Room:
         """Put in what was prepared anew of `batch`, and return it on the rows that are alive. Every rank must call it."""
         self.n = len(batch.ids)
         self.alive.copy_(torch.arange(self.capacity.owned, device=self.alive.device) < self.n)
-        places = self._fill_routing(_routing(data))
+        places = self._fill_routing(routing_of(data))
         for name in ROWS:
             self._fill_rows(name, getattr(self.batch, name), getattr(batch, name))
         for level in ("per_atom", "carried"):

@@ -137,7 +137,7 @@ class ShardedBatch:
         """
         batch = self if weights is None else self.carrying(weight=weights.to(self.positions))
         weights, strategy = batch.carried.get("weight"), find_strategy(self.config.strategy)
-        partition = strategy.partition(self.positions, self.batch, self.cell, self.pbc, self.comm, weights)
+        partition = strategy.partition(self.positions, self.batch, self.cell, self.pbc, self.comm, weights, ids=self.ids)
         moved = replace(batch, partition=partition).migrated()
         return replace(moved, heaviest=moved._largest_load())
 
@@ -148,7 +148,7 @@ class ShardedBatch:
 
     def migrated(self) -> "ShardedBatch":
         """Each atom with the rank that owns the part of space it is in now, in one packed exchange, in the order of ids."""
-        owner = self.partition.owners(self.positions, self.batch, self.cell, self.pbc)  # type: ignore[union-attr]
+        owner = self.partition.owners(self.positions, self.batch, self.cell, self.pbc, self.ids)  # type: ignore[union-attr]
         send = torch.bincount(owner, minlength=self.comm.size).cpu()
         ones = [1] * self.comm.size
         receive = self.comm.all_to_all(send, ones, ones)

@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from alchemi_halo.frames import Frames
+from alchemi_kernels import Frames
 from alchemi_shardtensor import Comm
 
 TILT = 1e-4
@@ -52,7 +52,14 @@ class Grid:
         best = shapes[surface.sum(-1).argmin(-1)]
         return cls(best, low, extent / best)
 
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    def owners(
+        self,
+        positions: Tensor,
+        batch: Tensor,
+        cell: Tensor,
+        pbc: Tensor,
+        ids: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """The part that each atom is in; parts are counted from one rank further on for each system."""
         inside = Frames.of(cell, pbc).to(positions.device).wrapped(positions, batch)
         shape, low, width = (t.to(positions.device)[batch] for t in (self.shape, self.low, self.width))
@@ -92,7 +99,14 @@ class Cuts:
             at_node = tree.frozen().to(at_node.device).down(fractional, at_node)
         return tree.frozen()
 
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor) -> Tensor:
+    def owners(
+        self,
+        positions: Tensor,
+        batch: Tensor,
+        cell: Tensor,
+        pbc: Tensor,
+        ids: Tensor | None = None,  # noqa: ARG002
+    ) -> Tensor:
         """The part that each atom is in."""
         fractional = Frames.of(cell, pbc).to(positions.device).wrapped(positions, batch)
         tree, node = self.to(positions.device), batch

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from alchemi_halo.frames import THINNEST, Frames
+from alchemi_kernels.frames import THINNEST, Frames
 from alchemi_spec import InputError, InvalidCell
 
 Array = npt.NDArray[np.float64]

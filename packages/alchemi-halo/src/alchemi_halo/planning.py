@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alchemi_halo.density import Array, Density, Ints
-from alchemi_halo.frames import THINNEST
+from alchemi_kernels.frames import THINNEST
 from alchemi_spec import InputError
 
 FINE = 40

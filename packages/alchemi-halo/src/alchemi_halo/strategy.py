@@ -6,17 +6,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from vesin import NeighborList
 
 from alchemi_halo.cuts import Cuts, Grid
-from alchemi_halo.frames import Frames
+from alchemi_kernels import Frames, neighbours
 from alchemi_shardtensor import Comm, Edges, Routing, packed_all_to_all
 
 SLACK = 1e-6
 """Å added to the reach of an offer, against round-off; what no edge reads is not kept."""
-MOST_CELLS = 1e5
-"""Above it vesin (0.6.2) takes fewer cells, in proportion, and divides by zero where that is none along a vector."""
-EVERYWHERE = torch.tensor([True, True, True])
 
 
 @dataclass(frozen=True)
@@ -39,11 +35,12 @@ class HaloStrategy:
         comm: Comm,
         weights: Tensor | None = None,
         n_ranks: int | None = None,
+        ids: Tensor | None = None,  # noqa: ARG002
     ) -> Cuts | Grid:
         """Share out space so that every rank's atoms (n, 3) Å have about the same sum of `weights` (n,), default 1 each.
 
         Weights are costs, such as a rank's measured step time over its number of atoms. `n_ranks`: for other ranks than these,
-        on paper. Every rank must call it.
+        on paper. `ids` are not needed. Every rank must call it.
         """
         n_ranks = comm.size if n_ranks is None else n_ranks
         frames = Frames.of(cell, pbc)
@@ -61,7 +58,8 @@ class HaloStrategy:
         `positions` (n_owned, 3) and `batch` (n_owned,) are this rank's, `cell` (B, 3, 3) and `pbc` (B, 3) all systems'.
         Every rank must call it, also one without atoms. Bounds of regions are shared; atoms go only to peers within reach.
         """
-        frames, n = Frames.of(cell, pbc).to(positions.device), len(positions)
+        lattices, n = Frames.of(cell, pbc), len(positions)
+        frames = lattices.to(positions.device)
         inside = frames.wrapped(positions, batch)
         mine = frames.bounds(inside, batch)
         offers = _offers(inside, batch, frames, mine, depth * cutoff + SLACK, comm)
@@ -71,7 +69,7 @@ class HaloStrategy:
         more = packed_all_to_all(comm, [field[offered] for field in fields], send, receive)
         points, systems = (torch.cat(both) for both in zip(fields, more, strict=True))
 
-        sender, receiver, shifts = _pairs(points, systems, n, frames, mine, cutoff, depth)
+        sender, receiver, shifts = _pairs(points, systems, n, lattices, cutoff, depth)
         read = torch.zeros(len(points), dtype=torch.bool, device=points.device)
         read[sender] = True
         read = read[n:]
@@ -106,63 +104,29 @@ def _offers(inside: Tensor, batch: Tensor, frames: Frames, mine: Tensor, reach: 
 
 
 def _pairs(
-    points: Tensor, batch: Tensor, n_owned: int, frames: Frames, bounds: Tensor, cutoff: float, depth: int
+    points: Tensor, batch: Tensor, n_owned: int, lattices: Frames, cutoff: float, depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Senders (E,), receivers (E,) and shifts (E, 3) of the pairs within `cutoff`, sorted by receiver.
 
-    Receivers are owned, or send to an owned one over fewer than `depth` edges.
+    Receivers are owned, or send to an owned one over fewer than `depth` edges. `lattices` are on the host.
     """
-    found = [
-        (*(torch.empty(0, dtype=torch.long, device=points.device) for _ in range(2)), points.new_empty(0, 3)),
-    ]
+    found = []
     for system in batch[:n_owned].unique().tolist():
         rows = (batch == system).nonzero().flatten()
-        near, image, box = _beside(points[rows], system, frames, bounds[system], depth * cutoff + SLACK)
-        i, j, shift = _search(near, box, cutoff)
-        receives = rows < n_owned
-        for _ in range(depth - 1):
-            receives[j[receives[i]]] = True
-        kept = receives[i]
-        i, j, shift = i[kept], j[kept], shift[kept]
-        found.append((rows[j], rows[i], shift + image[j] - image[i]))
-    sender, receiver, shifts = (torch.cat(parts) for parts in zip(*found, strict=True))
-    if len(found) > 2:  # one system's are sorted
-        order = torch.argsort(receiver, stable=True)
-        return sender[order], receiver[order], shifts[order]
-    return sender, receiver, shifts
-
-
-def _search(points: Tensor, box: Tensor, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Receivers (E,), in order, senders (E,) and shifts (E, 3) of the pairs within `cutoff` in a periodic box."""
-    heights, reach = 1 / torch.linalg.vector_norm(torch.linalg.inv(box.cpu()), dim=0), cutoff
-    while (cells := (heights / reach).floor().clamp(min=1)).prod() > MOST_CELLS * max(1.0, cells.min().item() ** 3 / 8):
-        reach *= 1.1
-    search = NeighborList(cutoff=reach, full_list=True, sorted=True, n_threads=torch.get_num_threads())
-    try:
-        i, j, shift, distance = search.compute(points, box, EVERYWHERE, "ijSd")
-    except RuntimeError as error:
-        if "maximum capacity" not in str(error):
-            raise
-        # vesin sets itself a limit of pairs on CUDA (VESIN_CUDA_MAX_PAIRS_PER_POINT); on the CPU there is none
-        i, j, shift = (found.to(points.device) for found in _search(points.cpu(), box.cpu(), cutoff))
-        return i, j, shift
-    near = slice(None) if reach == cutoff else distance <= cutoff
-    return i.long()[near], j.long()[near], shift[near].double()
-
-
-def _beside(points: Tensor, system: int, frames: Frames, bounds: Tensor, reach: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Each atom's image beside the region, how many cells (n, 3) it was moved, and a box that is periodic everywhere.
-
-    Where the region and what is read from all sides of it are thinner than the cell, each atom has one image there, and the
-    search need not know how large the cell is: there, and where the system is open, the box is as wide as the atoms and
-    `reach`, so that its own images are out of reach.
-    """
-    fractional, margin = points @ frames.inverse[system], reach / frames.heights[system]
-    thin = frames.periodic[system] & (bounds[1] - bounds[0] + 2 * margin < 1)
-    image = torch.where(thin, -torch.floor(fractional - (bounds[0] - margin)), 0.0)
-    low, high = torch.aminmax(fractional + image, dim=0)
-    width = torch.where(frames.periodic[system] & ~thin, 1.0, high - low + 1.01 * margin)
-    return points + image @ frames.vectors[system], image, width[:, None] * frames.vectors[system]
+        near, new = points[rows], rows < n_owned
+        receives = new
+        for _ in range(depth):
+            vectors, periodic = lattices.vectors[system], lattices.periodic[system]
+            i, j, shifts = neighbours(near, new.nonzero().flatten(), vectors, periodic, cutoff)
+            new = torch.zeros_like(receives).index_fill_(0, j, True) & ~receives
+            receives = receives | new
+            found.append((j, i, shifts) if len(rows) == len(points) else (rows[j], rows[i], shifts))
+    if len(found) == 1:  # one search is in order
+        return found[0]
+    none = batch.new_empty(0, dtype=torch.long)
+    sender, receiver, shifts = (torch.cat(parts) for parts in zip((none, none, points.new_empty(0, 3)), *found, strict=True))
+    receiver, order = receiver.sort(stable=True)
+    return sender[order], receiver, shifts[order]
 
 
 def _counts(mask: Tensor, splits: list[int]) -> tuple[int, ...]:

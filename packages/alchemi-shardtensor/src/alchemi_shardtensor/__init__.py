@@ -36,6 +36,7 @@ from alchemi_shardtensor.tensor import (
     ShardTensor,
     plain,
     tag,
+    tag_all,
     trace,
 )
 
@@ -82,6 +83,7 @@ __all__ = [
     "rows_are",
     "sum_over_ranks",
     "tag",
+    "tag_all",
     "trace",
     "unscripted",
     "wrap_custom_op",

@@ -81,7 +81,7 @@ class Storage:
     @property
     def whole(self) -> bool:
         """Some tensors have the rows of all atoms, or are indexed by them."""
-        return self.collective is not None or self.global_ids or self.replicated
+        return self.global_ids or self.replicated
 
     @property
     def indexes_owned(self) -> bool:

@@ -302,6 +302,13 @@ def tag(t: Tensor, shard: Shard, rows: Rows | None = None, points_at: PointsAt |
     return tag_in_place(t.as_subclass(ShardTensor), shard, rows, points_at, end, row_dim)
 
 
+def tag_all(ids: Tensor, shard: Shard) -> ShardTensor:
+    """The ids (n_owned + n_ghost,) of all rows that edges count, in their order: what they pick are the rows themselves."""
+    nodes = tag(ids, shard, PADDED, NODES)
+    nodes.__dict__["names_all"] = True
+    return nodes
+
+
 def edges_of(shard: Shard) -> Rows:
     """What the rows of per-edge tensors are: this rank's edges, or in a replicated layout everybody's."""
     return SYSTEM if shard.storage.replicated else EDGE

@@ -35,6 +35,7 @@ from alchemi_spec.policies import (
     ScatterRule,
     ShardedStoragePolicy,
     StoragePolicy,
+    StrategyKind,
 )
 from alchemi_spec.presets import (
     SPEC_DFTD3_HALO,
@@ -92,6 +93,7 @@ __all__ = [
     "SliceOwned",
     "SpecError",
     "StoragePolicy",
+    "StrategyKind",
     "UnsupportedElement",
     "UntrustedPickle",
     "check_elements",

@@ -1,10 +1,11 @@
 """The data contract (every field's level, shape, dtype, unit) and the model contract; `T` is the type of a tensor."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar, runtime_checkable
 
 from alchemi_spec.errors import UnsupportedElement
+from alchemi_spec.policies import StrategyKind
 from alchemi_spec.spec import MLIPSpec
 
 T = TypeVar("T")
@@ -98,8 +99,11 @@ class Model(Protocol[T]):
         ...
 
     @property
-    def distribution_spec(self) -> MLIPSpec:
-        """How the model may be spread over ranks; for a message-passing model, `SPEC_MPNN_HALO`."""
+    def distribution_spec(self) -> MLIPSpec | Callable[[StrategyKind], MLIPSpec]:
+        """How the model may be spread over ranks; for a message-passing model, `SPEC_MPNN_HALO`.
+
+        Or a method that gives it for each kind of strategy, where more than `MLIPSpec.under` makes of it has to change.
+        """
         ...
 
     def forward(self, data: Mapping[str, T], outputs: Sequence[str]) -> Mapping[str, T] | ModelOutput[T]:

@@ -36,6 +36,15 @@ class GatherRule(Word):
     """The index holds global ids, and each remote row is fetched once."""
 
 
+class StrategyKind(Word):
+    """How atoms are shared out, by which a model may choose its specification; a strategy's `kind`."""
+
+    HALO = "halo"
+    """By space: each rank owns a region, and atoms that leave it migrate."""
+    GRAPH_PARTITION = "graph"
+    """By index or along a curve: balanced, and atoms stay where they are."""
+
+
 class StoragePolicy(Value):
     """The base of all policies. Another package adds one as an entry point of `alchemi.policies`, named by its kind."""
 

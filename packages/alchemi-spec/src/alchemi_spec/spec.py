@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from alchemi_spec.adapters import MethodAdapter, OpAdapter, PythonAdapter
 from alchemi_spec.errors import SpecError
-from alchemi_spec.policies import HaloStoragePolicy, Policy
+from alchemi_spec.policies import GraphParallelPolicy, HaloStoragePolicy, Policy, StrategyKind
 from alchemi_spec.value import COMPLETE, Names, Table, Value, Word, agreed, in_plain_words
 
 A = TypeVar("A", OpAdapter, MethodAdapter | PythonAdapter)
@@ -136,6 +136,13 @@ class MLIPSpec(Value):
                         f"{field} has {name!r}, which is {found or 'not'} in output_kinds: only {kind} outputs belong there"
                     )
         return self
+
+    def under(self, strategy: StrategyKind) -> "MLIPSpec":
+        """The same under another strategy: what sees owned rows in a halo has them brought as suits a graph partition."""
+        policy = self.distribution.policy
+        if strategy is StrategyKind.HALO or policy != HaloStoragePolicy():
+            return self
+        return self.replaced(distribution=self.distribution.replaced(policy=GraphParallelPolicy()))
 
     def __or__(self, other: "MLIPSpec") -> "MLIPSpec":
         """The specification of a pipeline of both.

@@ -109,7 +109,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-atom rows (N, *F), index (E,) -> (E, *F)."""
     if type(index) is ShardTensor:
         rows, local = shard.storage.reach(shard, input, index)
-        picked = rows.index_select(0, local) if local.ndim == 1 else rows[local]  # whose adjoint on CUDA sorts the index
+        picked = _picked(rows, local, index)
         return _gathered(shard, picked, input, index, index.tag.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
@@ -120,6 +120,12 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
         )
     rows, local = shard.storage.reach(shard, input, first)
     return _gathered(shard, rows[(local, *parts[1:])], input, first, indexed(first, input, index))
+
+
+def _picked(rows: Tensor, local: Tensor, index: ShardTensor) -> Tensor:
+    if "names_all" in index.__dict__ and local.data_ptr() == index.data_ptr():
+        return rows[:]
+    return rows.index_select(0, local) if local.ndim == 1 else rows[local]  # whose adjoint on CUDA sorts the index
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(NODES))

@@ -1,0 +1,5 @@
+"""Partition of atomic systems by index or along a curve: balanced, and atoms never migrate."""
+
+from alchemi_graphpart.strategy import Blocks, GraphPartitionStrategy
+
+__all__ = ["Blocks", "GraphPartitionStrategy"]
