@@ -107,7 +107,7 @@ class UMAWrapper(nn.Module):
         return cls(model, task, settings)
 
     def distribution_spec(self, strategy: StrategyKind = StrategyKind.HALO) -> MLIPSpec:
-        """The specification under a strategy. Steps are captured unless experts are to be chosen, which waits for the device."""
+        """The specification under a strategy. Steps are not captured where experts have to be chosen in each."""
         preset = SPEC_UMA_HALO if self._mixes() else SPEC_MPNN_HALO.replaced(name=SPEC_UMA_HALO.name)
         kinds = {k: OutputKind.PER_NODE if k == "forces" else OutputKind.PER_GRAPH for k in self._outputs()}
         return preset.replaced(ignores_longer_edges=True, output_kinds=kinds).under(strategy)
