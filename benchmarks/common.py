@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 import time
 from pathlib import Path
 
@@ -39,7 +40,12 @@ def _repeated(cell, n_atoms, copies, rattle):
     return atoms
 
 
-STRUCTURES = {"argon": argon, "quartz": quartz}
+def iron(n_atoms, copies=(1, 1, 1)):
+    """Bcc iron (a = 2.87 Å), about `n_atoms` times `copies`, rattled by 0.05 Å."""
+    return _repeated(bulk("Fe", "bcc", a=2.87, cubic=True), n_atoms, copies, rattle=0.05)
+
+
+STRUCTURES = {"argon": argon, "iron": iron, "quartz": quartz}
 
 
 def lennard_jones(dtype):
@@ -87,8 +93,76 @@ def sevennet(weights, dtype):
     return SevenNetWrapper(weights).to(dtype)
 
 
-MODELS = {"lennard_jones": lennard_jones, "mace": mace, "sevennet": sevennet}
-PRELOAD = {"lennard_jones": [], "mace": ["alchemi_models_mace"], "sevennet": ["alchemi_models_sevennet"]}
+def uma_checkpoint(path, layers):
+    """Write UMA-S's sizes with random weights as fairchem writes checkpoints: 128 channels, lmax 2, 32 experts, cutoff 6 Å."""
+    import hydra  # noqa: PLC0415  one model's libraries are not another's
+    from fairchem.core.units.mlip_unit.api.inference import MLIPInferenceCheckpoint  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    model = hydra.utils.instantiate(uma_config(layers))
+    averaged = {f"module.{k}": v for k, v in model.state_dict().items()} | {"n_averaged": torch.tensor(1)}
+    torch.save(MLIPInferenceCheckpoint(uma_config(layers), model.state_dict(), averaged, [UMA_ENERGY]), path)
+
+
+def uma_config(layers):
+    """What a checkpoint of UMA-S says of its model, but for the tasks."""
+    uma, names = "fairchem.core.models.uma", {"omat": "omat"}
+    sizes = dict.fromkeys(("sphere_channels", "hidden_channels", "edge_channels"), 128)
+    backbone = sizes | {"model": f"{uma}.escn_moe.eSCNMDMoeBackbone", "num_layers": layers, "lmax": 2, "mmax": 2, "cutoff": 6.0}
+    backbone |= {"num_distance_basis": 64, "num_experts": 32, "use_composition_embedding": True, "dataset_mapping": names}
+    backbone |= {"otf_graph": True, "direct_forces": False, "regress_forces": True, "regress_stress": False}
+    backbone |= {"always_use_pbc": False}
+    head = {"module": f"{uma}.escn_moe.DatasetSpecificMoEWrapper", "dataset_mapping": names}
+    head |= {"head_cls": f"{uma}.escn_md.MLP_EFS_Head", "head_kwargs": {"wrap_property": False}}
+    model = {"_target_": "fairchem.core.models.base.HydraModel", "backbone": backbone, "heads": {"efs": head}}
+    return model | {"otf_graph": True, "pass_through_head_outputs": True, "model_id": "random-1"}
+
+
+UMA_ENERGY = {
+    "_target_": "fairchem.core.units.mlip_unit.mlip_unit.Task",
+    "name": "omat_energy",
+    "level": "system",
+    "property": "energy",
+    "loss_fn": None,
+    "out_spec": {"_target_": "fairchem.core.units.mlip_unit.mlip_unit.OutputSpec", "dim": [1], "dtype": "float32"},
+    "normalizer": {"_target_": "fairchem.core.modules.normalization.normalizer.Normalizer", "mean": 0.0, "rmsd": 1.0},
+    "datasets": ["omat"],
+    "metrics": [],
+}
+"""The only task: forces are the energy's derivative, which fairchem calls an untrained one."""
+
+
+def uma_settings(layers=None, dtype=torch.float32, checkpointing=False, kernels="umas_fast_gpu"):
+    """Fairchem's fastest settings at full float32 precision, but for its compiler: merged experts, Triton kernels."""
+    from fairchem.core.units.mlip_unit.api.inference import InferenceSettings  # noqa: PLC0415
+
+    return InferenceSettings(
+        activation_checkpointing=checkpointing,
+        merge_mole=True,
+        execution_mode=kernels,
+        base_precision_dtype=dtype,
+        predict_untrained_forces={"omat"},
+        auto_add_default_untrained_tasks=False,
+    )
+
+
+def uma(layers, dtype, checkpointing=False, kernels="umas_fast_gpu"):
+    """UMA-S's sizes with random weights, and more layers than its 4."""
+    from alchemi_models_uma import UMAWrapper  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "uma.pt"
+        uma_checkpoint(path, layers)
+        return UMAWrapper.from_checkpoint(path, settings=uma_settings(layers, dtype, checkpointing, kernels), trust_pickle=True)
+
+
+MODELS = {"lennard_jones": lennard_jones, "mace": mace, "sevennet": sevennet, "uma": uma}
+PRELOAD = {
+    "lennard_jones": [],
+    "mace": ["alchemi_models_mace"],
+    "sevennet": ["alchemi_models_sevennet"],
+    "uma": ["alchemi_models_uma"],
+}
 
 
 class TimedTransport:

@@ -56,7 +56,8 @@ def made_domain(comm, model, job, skin):
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(comm.device)
     wire = job.config.get("wire")
-    config = DomainConfig(comm, compile=job.compile, wire=getattr(torch, wire) if wire else None)
+    strategy = job.config.get("strategy", "halo")
+    config = DomainConfig(comm, strategy, job.compile, getattr(torch, wire) if wire else None)
     batch = ShardedBatch.share(Batch.from_ase(job.atoms) if comm.rank == 0 else None, config)
     domain = Domain(DistributedModel(model, config), batch, skin)
     return domain, *timed(comm, domain.evaluate)
@@ -279,6 +280,7 @@ def head(job, options):
     row = {"model": model["name"].format(**model.get("arguments", {})), "kernels": model["kernels"], "system": config["system"]}
     row |= {"measure": job.measure, "atoms": len(job.atoms), "ranks": job.ranks, "weak": job.weak, "device": options.device}
     row |= {"dtype": config["dtype"], "compile": job.compile, "wire": config.get("wire")}
+    row |= {"strategy": config.get("strategy", "halo")}
     if job.measure != "evaluate":
         row["skin"] = config["dynamics"]["skin"]
     if job.measure in ("nvt", "nve"):

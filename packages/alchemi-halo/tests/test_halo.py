@@ -154,6 +154,25 @@ def test_systems_of_a_batch_do_not_see_each_other(comm):
     assert len(found) == len(set(found)) and set(found) == expected
 
 
+@ranks(1, 3)
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_deeper_list_has_the_edges_of_senders_too(comm, depth):
+    systems, cutoff = [random_system(seed) for seed in (3, 8)], 2.5
+    positions = torch.cat([p for p, _, _ in systems])
+    batch = torch.repeat_interleave(torch.arange(2), torch.tensor([len(p) for p, _, _ in systems]))
+    cell, pbc = torch.stack([c for _, c, _ in systems]), torch.stack([p for _, _, p in systems])
+    first = len(systems[0][0])
+    every = brute_force(*systems[0], cutoff) | {(r + first, s + first, *k) for r, s, *k in brute_force(*systems[1], cutoff)}
+    partition = BISECTION.partition(positions, batch, cell, pbc, Comm(), n_ranks=comm.size)
+    mine = (partition.owners(positions, batch, cell, pbc) == comm.rank).nonzero().flatten()
+    routing, (sender, receiver), shifts = BISECTION.connect(positions[mine], batch[mine], cell, pbc, cutoff, comm, depth)
+    ids, receivers = routing.padded(mine), set(mine.tolist())
+    for _ in range(depth - 1):
+        receivers |= {s for r, s, *_ in every if r in receivers}
+    found = [(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)]
+    assert len(found) == len(set(found)) and set(found) == {edge for edge in every if edge[0] in receivers}
+
+
 def slab(g):
     return fcc(3.6, 6)[0] * torch.tensor([1, 1, 0.5]), torch.diag(torch.tensor([21.6, 21.6, 70], dtype=F64)), ALL
 

@@ -80,8 +80,9 @@ def _images(points: Tensor, receivers: Tensor, vectors: Tensor, periodic: Tensor
     on_device = torch.cat([vectors, inverse, margin[None], most[None]]).to(points.device)
     lattice, inverse, (margin, most) = on_device.split([3, 3, 2])
     fractional = points @ inverse
-    home = torch.maximum(torch.minimum(_to_the_middle(fractional[receivers]), most), -most)
-    low, high = torch.aminmax(fractional[receivers] + home, dim=0)
+    inside = fractional[receivers]
+    home = torch.maximum(torch.minimum(_to_the_middle(inside), most), -most)
+    low, high = torch.aminmax(inside + home, dim=0)
     low, high = low - margin, high + margin
     first = torch.maximum((low - fractional).ceil(), -most)
     counts = (torch.minimum((high - fractional).floor(), most) - first + 1).clamp(min=0)

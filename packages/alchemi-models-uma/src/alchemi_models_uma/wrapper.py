@@ -110,7 +110,7 @@ class UMAWrapper(nn.Module):
         """The specification under a strategy. Steps are not captured where experts have to be chosen in each."""
         preset = SPEC_UMA_HALO if self._mixes() else SPEC_MPNN_HALO.replaced(name=SPEC_UMA_HALO.name)
         kinds = {k: OutputKind.PER_NODE if k == "forces" else OutputKind.PER_GRAPH for k in self._outputs()}
-        return preset.replaced(ignores_longer_edges=True, output_kinds=kinds).under(strategy)
+        return preset.replaced(output_kinds=kinds).under(strategy)  # an edge costs more than leaving it out
 
     def _mixes(self) -> bool:
         """It has experts which are to be chosen at each step."""
