@@ -55,13 +55,8 @@ def table(heads, lines):
 
 def name(row):
     """What is computed, on what."""
-    parts = [
-        row["model"],
-        row["kernels"],
-        row["dtype"],
-        row.get("wire") and f"wire {row['wire']}",
-        row.get("strategy", "halo").replace("halo", ""),
-    ]
+    wire, strategy = row.get("wire"), row.get("strategy", "halo")
+    parts = [row["model"], row["kernels"], row["dtype"], wire and f"wire {wire}", strategy if strategy != "halo" else None]
     return f"{row['system']}, {' '.join(part for part in parts if part)}"
 
 
