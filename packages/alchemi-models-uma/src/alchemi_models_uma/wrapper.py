@@ -292,7 +292,7 @@ def _without_waits(backbone: Any) -> Iterator[tuple[Any, str, Callable[..., Tens
 
 def _spin_rows(frequencies: Tensor, spin: Tensor) -> Tensor:
     """The embedding (B, C) of spins (B,), zero for those that are not known; fairchem's own looks for them on the host."""
-    phase = 2 * torch.pi * spin[:, None] * frequencies
+    phase = spin[:, None] * frequencies * 2 * torch.pi
     return torch.cat([phase.sin(), phase.cos()], dim=-1) * (spin != 0)[:, None]
 
 
