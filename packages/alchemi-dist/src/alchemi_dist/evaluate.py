@@ -49,10 +49,17 @@ class Job:
 
 
 def evaluate(
-    comm: Comm, file: str, index: str, model: str, dtype: torch.dtype | None, check: bool, trust_pickle: bool
+    comm: Comm,
+    file: str,
+    index: str,
+    model: str,
+    dtype: torch.dtype | None,
+    check: bool,
+    trust_pickle: bool,
+    strategy: str = "halo",
 ) -> Iterator[Job | Frame]:
     """A `Job`, then a `Frame` for each; the file is read by rank 0. Every rank must iterate."""
-    config = DomainConfig(comm)
+    config = DomainConfig(comm, strategy)
     frames: list[Atoms] = []
     batches: list[Batch] = []
     with comm.agreement():

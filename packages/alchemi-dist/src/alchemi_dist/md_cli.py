@@ -41,13 +41,13 @@ class Cell(StrEnum):
     full = "full"
 
 
-Model = Annotated[str, typer.Option(help="sevennet[:NAME], mace:PATH, mace:NAME, lj, or module:factory.")]
+Model = Annotated[str, typer.Option(help="sevennet[:NAME], mace:NAME, uma:NAME@TASK, lj, or module:factory.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start; under torchrun, its own.")]
 OnDevice = Annotated[Device, typer.Option(help="One rank a GPU while there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option(help="The model's arithmetic. Default: the model's own.")]
 Skin = Annotated[float, typer.Option(help="Å. How much longer than the cutoff listed edges are.")]
 Compile = Annotated[str, typer.Option(help="How steps are made: auto (captured on CUDA), capture, inductor or off.")]
-Strategy = Annotated[str, typer.Option(help="How atoms are shared out: halo (by bisection), halo-grid, or any installed.")]
+Strategy = Annotated[str, typer.Option(help="How atoms are shared out: halo, halo-grid, graph, graph-index, or any installed.")]
 Traj = Annotated[Path | None, typer.Option(help="Write a trajectory: .extxyz, .traj, or .zarr for large systems.")]
 Log = Annotated[Path | None, typer.Option(help="Write the reports as CSV.")]
 Out = Annotated[Path | None, typer.Option(help="Write the last structure, in any format that ASE writes.")]

@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from fairchem.core.models.base import HydraModel
+from fairchem.core.models.uma import escn_md
 from fairchem.core.units.mlip_unit.api.inference import (
     CHARGE_RANGE,
     DEFAULT_CHARGE,
@@ -251,9 +252,10 @@ def _handed_the_graph(backbone: Any, graph: Callable[[Any], dict[str, Tensor]], 
         "_generate_graph": graph,
         "set_MOLE_sizes": partial(_set_sizes, backbone),
         "set_MOLE_coefficients": partial(_set_coefficients, backbone, backbone.set_MOLE_coefficients, data["batch"]),
-        "balance_channels": partial(_balanced, backbone.balance_channels, data["batch"]),
     }
+    balanced = partial(_balanced, escn_md.balance_channels_batched, data["batch"])
     with ExitStack() as replaced:
+        replaced.enter_context(patch.object(escn_md, "balance_channels_batched", balanced))
         for name, method in instead.items():
             replaced.enter_context(patch.object(backbone, name, method))
         for part, name, method in _without_waits(backbone):
@@ -329,9 +331,9 @@ def _set_coefficients(
         mole.expert_mixing_coefficients = _plain(mole.expert_mixing_coefficients)
 
 
-def _balanced(original: Callable[..., Tensor], tagged: Tensor, x: Tensor, batch: Tensor, **named: Any) -> Tensor:
-    """Channels that are to add up to a system's charge or spin."""
-    return _plain(original(x, batch=tagged, **named))
+def _balanced(original: Callable[..., Tensor], tagged: Tensor, batch: Tensor, **named: Any) -> Tensor:
+    """Channels that are to add up to a system's charge or spin, over all ranks' atoms."""
+    return _plain(original(batch=tagged, **named))
 
 
 def _reaching(layer: Any, forward: Callable[..., Tensor], nodes: Tensor, x: Tensor, *args: Any, **named: Any) -> Tensor:
