@@ -150,6 +150,19 @@ def test_the_specification_follows_the_strategy():
     assert plain.distribution_spec().compile.capture and not mixture.distribution_spec().compile.capture
 
 
+def test_a_model_without_experts_is_for_any_composition_and_has_its_kernels_prepared():
+    fast = InferenceSettings(activation_checkpointing=False, base_precision_dtype=F64, merge_mole=True)
+    plain, data = small_uma(num_experts=0), data_of(silica())
+    wrapper = UMAWrapper(plain, "omat", fast)
+    expected = wrapper(data)
+    for other in (data, data_of(bulk("Si"))):
+        wrapper.validate(other)
+    quick = UMAWrapper(small_uma(mixture=False, execution_mode="umas_fast_pytorch"), "omat", fast)
+    slow = UMAWrapper(small_uma(mixture=False), "omat", fast)
+    torch.testing.assert_close(quick(data), slow(data), rtol=1e-10, atol=1e-12)
+    assert expected["energy"].isfinite().all()
+
+
 def test_degrees_without_lists_of_indices_are_fairchem_s():
     g = torch.Generator().manual_seed(0)
     x, radial, wigner = (torch.randn(*shape, generator=g) for shape in ((5, 9, 4), (7, 12), (7, 35)))

@@ -42,7 +42,8 @@ class UMAWrapper(nn.Module):
 
     `wrapper(data, outputs)` computes in the model's dtype: `wrapper.double()` changes it. Differences of positions are formed
     in the wider of theirs and the model's, then cast. Charges and spins are `data["charge"]` and `data["spin"]`, by default
-    fairchem's: 0, and the task's own spin. All edges within the cutoff count: there is no largest number of neighbours.
+    fairchem's: 0, and the task's own spin. All edges within the cutoff count: there is no largest number of neighbours. Single
+    atoms are computed as anything else; fairchem looks their energies up instead, where a model is not made for them.
     """
 
     references: Tensor | None
@@ -81,6 +82,8 @@ class UMAWrapper(nn.Module):
                 if hasattr(head, "merge_MOLE_model"):  # the experts of a head are its tasks
                     head.merge_MOLE_model(SimpleNamespace(dataset=[task], pos=torch.zeros(0)))
         self.merged: tuple[Tensor, Tensor, Tensor] | None = None
+        if not self._has_experts():
+            self._prepare_kernels()
 
     @classmethod
     def from_checkpoint(
@@ -109,13 +112,19 @@ class UMAWrapper(nn.Module):
 
     def distribution_spec(self, strategy: StrategyKind = StrategyKind.HALO) -> MLIPSpec:
         """The specification under a strategy. Steps are not captured where experts have to be chosen in each."""
-        preset = SPEC_UMA_HALO if self._mixes() else SPEC_MPNN_HALO.replaced(name=SPEC_UMA_HALO.name)
+        mixes = self._has_experts() and not self.settings.merge_mole
+        preset = SPEC_UMA_HALO if mixes else SPEC_MPNN_HALO.replaced(name=SPEC_UMA_HALO.name)
         kinds = {k: OutputKind.PER_NODE if k == "forces" else OutputKind.PER_GRAPH for k in self._outputs()}
         return preset.replaced(output_kinds=kinds).under(strategy)  # an edge costs more than leaving it out
 
-    def _mixes(self) -> bool:
-        """It has experts which are to be chosen at each step."""
-        return getattr(self.backbone, "num_experts", 0) > 0 and not self.settings.merge_mole
+    def _has_experts(self) -> bool:
+        return getattr(self.backbone, "num_experts", 0) > 0
+
+    def _prepare_kernels(self) -> None:
+        """Have the backbone's layers as its kernels want them, which is fairchem's to say."""
+        self.backbone.backend.validate(self.backbone.lmax, self.backbone.mmax, self.settings)
+        with default_dtype(self.dtype):
+            self.backbone.backend.prepare_model_for_inference(self.backbone)
 
     def _outputs(self) -> tuple[str, ...]:
         return tuple(name for name in ALL_OUTPUTS if name in self.names) if self.direct else ALL_OUTPUTS
@@ -138,7 +147,7 @@ class UMAWrapper(nn.Module):
             given = data.get(name)
             if given is not None and ((given != given.round()) | (given < low) | (given > high)).any():
                 raise InputError(f"{name} = {given.tolist()}: UMA takes whole numbers from {low} to {high}.")
-        if (self.settings.merge_mole and getattr(self.backbone, "parent_kwargs", None) is not None) or self.merged is not None:
+        if (self.settings.merge_mole and self._has_experts()) or self.merged is not None:
             self._merge(data)
 
     def _merge(self, data: Mapping[str, Tensor]) -> None:
@@ -159,8 +168,7 @@ class UMAWrapper(nn.Module):
             graph = self._inputs(data, charge, spin)
             with default_dtype(self.dtype):
                 self.backbone = self.backbone.merge_MOLE_model(graph).to(count.device, self.dtype).requires_grad_(False)
-            self.backbone.backend.validate(self.backbone.lmax, self.backbone.mmax, self.settings)
-            self.backbone.backend.prepare_model_for_inference(self.backbone)
+            self._prepare_kernels()
             self.merged = found
 
     def _charge_and_spin(self, data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
