@@ -96,7 +96,7 @@ def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | N
     results = model.compute(data, batch, ("energy", "forces", "stress"))
     results["forces"] = batch.gather(results["forces"])
     seconds = time.perf_counter() - start
-    counts = (len(batch.ids), len(data["nodes"]) - len(batch.ids), data["edge_index"].shape[1])
+    counts = (len(batch.ids), len(data["nodes"]) - len(batch.ids), data["edge_index"].shape[1] if "edge_index" in data else 0)
     owned, ghosts, edges = zip(*comm.gather_objects(counts), strict=True)
     ranks = {"owned": list(owned), "ghosts": list(ghosts), "edges": list(edges)}
     parity = _parity(model.model, whole, results) if check and whole is not None else None

@@ -95,9 +95,9 @@ class DistributedModel(nn.Module):
         atoms = {"positions": batch.positions, "atomic_numbers": batch.atomic_numbers, "batch": batch.batch, **batch.per_atom}
         if storage.replicated:
             atoms = {name: comm.all_gather_rows(field) for name, field in atoms.items()}
-        edges = edges or self._connect(batch, atoms, skin)
+        edges = edges or (_unlisted(batch) if storage.all_positions else self._connect(batch, atoms, skin))
         routing = edges.routing
-        lists = self._lists(edges, atoms, batch, skin)
+        lists = {} if storage.all_positions else self._lists(edges, atoms, batch, skin)
         rows = GLOBAL if storage.replicated else OWNED
         if storage.padded:
             ghosts = routing.exchange_all(*atoms.values())
@@ -120,6 +120,8 @@ class DistributedModel(nn.Module):
             edge_index = ids[edge_index] if storage.global_ids else edge_index
             data[f"edge_index{name}"] = tag(edge_index, shard, None, NODES, BOTH)
             data[f"edge_shifts{name}"] = tag(shifts, shard, SYSTEM if storage.replicated else EDGE)
+        if storage.all_positions:
+            data["positions"] = tag(batch.gather(batch.positions), shard, GLOBAL)
         if hasattr(self.model, "validate"):
             with torch.no_grad():
                 self.model.validate(data)  # type: ignore[operator]
@@ -131,14 +133,16 @@ class DistributedModel(nn.Module):
         Rows that the model sees as the batch has them are the batch's own, and are shown already.
         """
         storage, positions, shard = self.table.storage, plain(data["positions"]), cast(ShardTensor, data["positions"]).shard
-        if storage.replicated:
+        if storage.all_positions:
+            positions.copy_(batch.gather(batch.positions))
+        elif storage.replicated:
             positions.copy_(all_gather_rows(batch.positions, _counts(shard, batch), batch.comm))
         elif storage.padded:
             positions.copy_(shard.routing.padded(batch.positions))
 
     def shown(self, data: Mapping[str, Tensor], batch: ShardedBatch, skin: float) -> Mapping[str, Tensor]:
         """`data` with no edge that is longer than the model's cutoff now, for a model that would not ignore it."""
-        if not skin or self.spec.ignores_longer_edges:
+        if not skin or self.spec.ignores_longer_edges or self.table.storage.all_positions:
             return data
         shown = dict(data)
         for name, near in self.near(data, batch).items():
@@ -234,6 +238,8 @@ class DistributedModel(nn.Module):
             return plain(value)
         if per_graph and name in self.spec.all_reduce_outputs and rows in (PARTIAL, None):
             return shard.comm.all_reduce(plain(value))
+        if per_node and rows is GLOBAL and shard.storage.all_positions:
+            return plain(value)[batch.ids]
         if per_node and rows is GLOBAL:
             before = sum(_counts(shard, batch)[: batch.comm.rank])
             return plain(value)[before : before + len(batch.ids)]
@@ -247,6 +253,12 @@ class DistributedModel(nn.Module):
             f"Sum per-atom values through data['batch'], and make per-atom values from per-atom values; or say in the "
             f"specification how it comes (owned_only_outputs, all_reduce_outputs)."
         )
+
+
+def _unlisted(batch: ShardedBatch) -> Edges:
+    """No edges, for a model that finds them itself."""
+    nothing = batch.ids.new_empty(2, 0), batch.positions.new_empty(0, 3, dtype=torch.float64)
+    return Edges(Routing.alone(len(batch.ids), batch.comm), *nothing)
 
 
 def _counts(shard: Shard, batch: ShardedBatch) -> list[int]:

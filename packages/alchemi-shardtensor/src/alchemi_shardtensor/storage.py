@@ -64,7 +64,7 @@ class Storage:
     `padded`: per-atom tensors hold [owned | ghost] rows. `reads`: rows that an index reaches beyond them are brought.
     `folds`: what is added to rows beyond the owned ones is sent to their owners. `global_ids`: indices that point at atoms
     hold global ids. `replicated`: every rank holds all rows and all edges. `collective`: what brings the rows; None: as the
-    routing was made.
+    routing was made. `all_positions`: every rank holds those of all atoms, and the model lists the edges.
     """
 
     padded: bool = False
@@ -73,6 +73,7 @@ class Storage:
     global_ids: bool = False
     replicated: bool = False
     collective: Literal["auto", "exchange", "all_gather"] | None = None
+    all_positions: bool = False
 
     def prepared(self, routing: Routing) -> Routing:
         """The routing as this layout uses it. Every rank must call it."""

@@ -139,21 +139,26 @@ class HaloStoragePolicy(StoragePolicy):
 
 
 class GraphParallelPolicy(StoragePolicy):
-    """Partition by index: the geometry is replicated, features are owned rows, remote ones arrive when they are read.
+    """Partition by index or along a curve: the model sees owned rows, and remote ones arrive when they are read.
 
     `collective`: by a routed `exchange` of the rows that are read, by an `all_gather` of all, or whichever suits the sizes.
+    `geometry="replicated"`: for a model that builds its edges itself: positions are all atoms' (N, 3), in the order of ids, no
+    edges are listed, and indices are global ids. Its builder is to keep the edges of owned receivers and tag them, as
+    `MethodAdapter(Model, "build", "alchemi_graphpart:keep_owned")` has it do.
     """
 
     kind: Literal["graph_parallel"] = "graph_parallel"
     scatter: Literal[ScatterRule.LOCAL] = ScatterRule.LOCAL
     gather: Literal[GatherRule.HALO_READ] = GatherRule.HALO_READ
     collective: Literal["auto", "exchange", "all_gather"] = "auto"
+    geometry: Literal["owned", "replicated"] = "owned"
 
     def merged(self, other: StoragePolicy) -> StoragePolicy | None:
         """With its like, `auto` yielding to a choice."""
         if not isinstance(other, GraphParallelPolicy):
             return None
-        return self.replaced(collective=agreed("policy.collective", self.collective, other.collective, "auto"))
+        collective = agreed("policy.collective", self.collective, other.collective, "auto")
+        return self.replaced(collective=collective, geometry=agreed("policy.geometry", self.geometry, other.geometry))
 
 
 class LocalPolicy(StoragePolicy):

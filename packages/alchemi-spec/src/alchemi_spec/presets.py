@@ -17,10 +17,10 @@ per layer, and nothing travels that is not read.
 """
 
 SPEC_MPNN_GP = MLIPSpec(name="mpnn_gp", distribution=DistributionSpec(policy=GraphParallelPolicy()))
-"""A message-passing model under graph partition: atoms are shared out by index, not by space.
+"""A message-passing model under graph partition: atoms are shared out by index or along a curve, and never migrate.
 
-The geometry is replicated and atoms never migrate; features still travel once per layer, routed or by an all-gather,
-whichever suits the graph. For graphs too small or too dense to be cut in space.
+Positions and features travel once per layer, routed or by an all-gather, whichever suits the graph. For graphs too small or
+too dense to be cut in space.
 """
 
 SPEC_UMA_HALO = MLIPSpec(name="uma_halo", compile=CompilePolicy(capture=False))

@@ -31,7 +31,8 @@ def sharded(spec: DistributionSpec) -> HandlerTable:
 def graph_parallel(spec: DistributionSpec) -> HandlerTable:
     """Rows the model sees: owned, and of what is replicated all; they are brought by an exchange or an all-gather."""
     assert isinstance(spec.policy, GraphParallelPolicy)
-    return _layout(spec, Storage(collective=spec.policy.collective))
+    built = spec.policy.geometry == "replicated"
+    return _layout(spec, Storage(collective=spec.policy.collective, global_ids=built, all_positions=built))
 
 
 def local(spec: DistributionSpec) -> HandlerTable:
