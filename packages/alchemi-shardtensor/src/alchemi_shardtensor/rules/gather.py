@@ -124,7 +124,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
 
 def _picked(rows: Tensor, local: Tensor, index: ShardTensor) -> Tensor:
     if "names_all" in index.__dict__ and local.data_ptr() == index.data_ptr():
-        return rows[:]
+        return rows.clone()  # a copy, as of any index, whose adjoint adds up nothing
     return rows.index_select(0, local) if local.ndim == 1 else rows[local]  # whose adjoint on CUDA sorts the index
 
 
