@@ -22,14 +22,14 @@ class BuildsItsOwn(nn.Module):
             r, s = ((d.norm(dim=-1) < CUTOFF) & ~torch.eye(n, dtype=torch.bool)).nonzero().unbind(1)
             index.append(torch.stack([s, r]) + first)
             vectors.append(d[r, s])
-        return {"edge_index": torch.cat(index, dim=1), "vectors": torch.cat(vectors)}
+        return {"edge_index": torch.cat(index, dim=1), "edge_vectors": torch.cat(vectors)}
 
     def forward(self, data, outputs=("energy", "forces")):
         positions, numbers, batch = data["positions"].detach().requires_grad_(), data["atomic_numbers"], data["batch"]
         natoms = torch.zeros(len(data["cell"]), dtype=torch.long).index_add_(0, batch, torch.ones_like(numbers))
         graph = self.build(positions, data["cell"], natoms.as_subclass(torch.Tensor))
         sender, receiver = graph["edge_index"]
-        distance = graph["vectors"].norm(dim=-1, keepdim=True)
+        distance = graph["edge_vectors"].norm(dim=-1, keepdim=True)
         envelope = (1 - distance / CUTOFF) ** 3
         h = torch.sin(numbers.double()[:, None] * torch.tensor([0.3, 0.7], dtype=torch.float64))
         for _ in range(2):

@@ -53,7 +53,7 @@ def test_each_rank_keeps_the_edges_of_its_own_receivers(comm):
     data = distributed.prepare(batch)
     built = keep_owned(model.build, data["positions"], batch.cell, torch.tensor([64]))
     kept = built["edge_index"].as_subclass(torch.Tensor)
-    assert set(kept[1].tolist()) <= set(batch.ids.tolist()) and len(built["vectors"]) == kept.shape[1]
+    assert set(kept[1].tolist()) <= set(batch.ids.tolist()) and len(built["edge_vectors"]) == kept.shape[1]
     assert sum(comm.gather_objects(kept.shape[1])) == whole["edge_index"].shape[1]
 
 

@@ -16,6 +16,13 @@ MIXTURE = {
 }
 
 
+DIRECT = {
+    "omat_energy": {"module": "fairchem.core.models.uma.escn_md.MLP_Energy_Head"},
+    "omat_forces": {"module": "fairchem.core.models.uma.escn_md.Linear_Force_Head"},
+}
+"""Heads of a model whose forces are no gradient."""
+
+
 def config(mixture=True, heads=None, **sizes):
     """A HydraModel's configuration as checkpoints have it."""
     backbone = {
@@ -46,7 +53,7 @@ def config(mixture=True, heads=None, **sizes):
         "backbone": backbone | (MIXTURE if mixture else {}) | sizes,
         "heads": heads or {"energyandforcehead": head},
         "otf_graph": True,
-        "pass_through_head_outputs": True,
+        "pass_through_head_outputs": heads is None,
         "model_id": "UMA-small-1.2.1",
     }
 
@@ -102,3 +109,12 @@ def save(path, **sizes):
     averaged = {f"module.{k}": v for k, v in weights.items()} | {"n_averaged": torch.tensor(1)}
     torch.save(MLIPInferenceCheckpoint(copy.deepcopy(config(**sizes)), weights, averaged, tasks()), path)
     return model
+
+
+def in_chunks(wrapper, edges):
+    """Of so many edges, instead of fairchem's 131,072."""
+    backbone = wrapper.backbone
+    for part in (backbone.edge_degree_embedding, *(block.edge_wise for block in backbone.blocks)):
+        assert part.activation_checkpoint_chunk_size
+        part.activation_checkpoint_chunk_size = edges
+    return wrapper

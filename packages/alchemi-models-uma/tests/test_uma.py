@@ -11,7 +11,7 @@ from fairchem.core import FAIRChemCalculator
 from fairchem.core.models.uma.nn.execution_backends import UMASFastGPUBackend
 from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
 from fairchem.core.units.mlip_unit.predict import MLIPPredictUnit
-from small_uma import save, small_uma
+from small_uma import DIRECT, in_chunks, save, small_uma
 
 from alchemi_models_uma import UMAWrapper
 from alchemi_models_uma.wrapper import _add_degrees
@@ -83,6 +83,8 @@ def test_a_checkpoint_gives_what_fairchem_s_calculator_gives(checkpoint, name, s
         if atoms.pbc.all():
             expected["stress"] = atoms.get_stress(voigt=False)
     wrapper = UMAWrapper.from_checkpoint(f"{checkpoint}", task=task, settings=settings, trust_pickle=True)
+    if settings is CHUNKED:
+        in_chunks(wrapper, 50)
     data = data_of(CASES[name])
     wrapper.validate(data)
     found = wrapper(data, tuple(expected))
@@ -161,6 +163,37 @@ def test_a_model_without_experts_is_for_any_composition_and_has_its_kernels_prep
     slow = UMAWrapper(small_uma(mixture=False), "omat", fast)
     torch.testing.assert_close(quick(data), slow(data), rtol=1e-10, atol=1e-12)
     assert expected["energy"].isfinite().all()
+
+
+def test_wrappers_of_one_model_do_not_touch_it_nor_each_other():
+    model, data = small_uma(), data_of(silica())
+    merged, other = UMAWrapper(model, "omat", MERGED), UMAWrapper(model, "omol")
+    expected = other(data)
+    merged.validate(data)
+    torch.testing.assert_close(other(data), expected, rtol=1e-10, atol=1e-12)  # edges are turned at random about their axes
+    assert model.backbone.num_experts == 4 and model.output_heads["energyandforcehead"].merged_on_dataset is None
+
+
+def test_elements_energies_stay_in_float64():
+    wrapper = UMAWrapper(small_uma(), "omat")
+    before = wrapper.references.clone()
+    assert torch.equal(wrapper.float().references, before) and wrapper.dtype == torch.float32
+    assert wrapper(data_of(silica()))["energy"].dtype == F64
+
+
+def test_a_model_whose_forces_are_no_gradient(tmp_path):
+    sizes = {"mixture": False, "direct_forces": True, "regress_stress": False, "heads": DIRECT}
+    save(tmp_path / "direct.pt", **sizes)
+    atoms = silica()
+    with warnings.catch_warnings(action="ignore"):
+        unit = MLIPPredictUnit(str(tmp_path / "direct.pt"), "cpu", inference_settings=PRECISE)
+        atoms.calc = FAIRChemCalculator(unit, task_name="omat")
+        expected = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces()}
+    wrapper = UMAWrapper.from_checkpoint(tmp_path / "direct.pt", task="omat", settings=PRECISE, trust_pickle=True)
+    assert set(wrapper.distribution_spec().output_kinds) == {"energy", "forces"}
+    found = wrapper(data_of(silica()), ("energy", "forces"))
+    for key, value in expected.items():
+        np.testing.assert_allclose(found[key], value, rtol=1e-10, atol=1e-12)
 
 
 def test_degrees_without_lists_of_indices_are_fairchem_s():

@@ -139,6 +139,7 @@ class Domain:
         frames = Frames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
         if self._has_room and routing_of(data).place is not None:
             self.why_eager, self._has_room = "an all-gather brings the rows of all atoms", False
+            self.room, self._evaluations = None, {}  # also where it is atoms that have come closer that make it so
         if self._has_room:
             self._fill_room(data)
         self.data = data if self.room is None else self.room.data

@@ -85,8 +85,14 @@ class Room:
         before, device = cast(ShardTensor, data["positions"]).shard, batch.comm.device
         self.model, self.capacity = model, capacity
         send = torch.zeros(sum(capacity.send), dtype=torch.long, device=device)
-        splits = capacity.send, capacity.receive
-        self.routing = replace(before.routing, n_owned=capacity.owned, send=send, send_splits=splits[0], recv_splits=splits[1])
+        self.routing = replace(
+            before.routing,
+            n_owned=capacity.owned,
+            send=send,
+            send_splits=capacity.send,
+            recv_splits=capacity.receive,
+            idle=False,  # something may be read later
+        )
         self.shard = Shard(before.spec, self.routing, before.n_systems + 1, before.table)
         self.data = {name: self._seen(value) for name, value in data.items() if not name.startswith("edge_")}
         self.data["nodes"] = tag_all(torch.arange(self._n_both, device=device), self.shard)

@@ -92,6 +92,7 @@ def by_index() -> GraphPartitionStrategy:
 def stretches(weights: Tensor, n_ranks: int) -> Tensor:
     """The rank (n,), ascending, of each of a row of weights (n,), of equal sums as far as no rank stays empty."""
     n, ranks = len(weights), torch.arange(n_ranks, device=weights.device)
+    weights = torch.where(weights.sum() > 0, weights, 1.0)
     middle = weights.cumsum(0) - weights / 2
     wanted = (middle * (n_ranks / weights.sum().clamp(min=1e-300))).long().clamp(max=n_ranks - 1)
     ahead = (torch.searchsorted(wanted, ranks) - ranks).cummax(0).values  # each starts beyond where the last one did

@@ -86,7 +86,7 @@ def _images(points: Tensor, receivers: Tensor, vectors: Tensor, periodic: Tensor
     low, high = low - margin, high + margin
     first = torch.maximum((low - fractional).ceil(), -most)
     counts = (torch.minimum((high - fractional).floor(), most) - first + 1).clamp(min=0)
-    total, *bounds = torch.cat([counts.prod(1).sum()[None], low, high]).tolist()
+    total, *bounds = torch.cat([(counts.prod(1).sum() + 0 * points.sum())[None], low, high]).tolist()
     if not isfinite(total):
         raise ValueError("Some points are nan or infinite, and have no neighbours: look for the first step that made them so.")
     a, b, c = counts.long().T

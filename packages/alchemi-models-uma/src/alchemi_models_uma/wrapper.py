@@ -69,21 +69,28 @@ class UMAWrapper(nn.Module):
         if "energy" not in of:
             raise ValueError(f"this model has no energies for the task {task!r}: it has {', '.join(sorted(of))}.")
         self.names = {name: t.name for name, t in of.items()}
-        self.backbone, self.heads = model.backbone, copy.deepcopy(model.output_heads)
-        self.together = model.pass_through_head_outputs
+        model = copy.deepcopy(model)  # experts are merged, and layers made ready for kernels, in place
+        self.backbone, self.heads, self.together = model.backbone, model.output_heads, model.pass_through_head_outputs
         self.cutoff = float(model.backbone.cutoff)
         self.elements = frozenset(range(1, model.backbone.max_num_elements))
         self.direct = bool(model.backbone.regress_config.direct_forces)
         self.scales = nn.ModuleDict({name: t.normalizer for name, t in of.items()})
         own = of["energy"].element_references
-        self.register_buffer("references", None if own is None else own.element_references, persistent=False)
+        self.register_buffer("references", None if own is None else own.element_references.double(), persistent=False)
         with default_dtype(self.dtype):
             for head in self.heads.values():
                 if hasattr(head, "merge_MOLE_model"):  # the experts of a head are its tasks
                     head.merge_MOLE_model(SimpleNamespace(dataset=[task], pos=torch.zeros(0)))
         self.merged: tuple[Tensor, Tensor, Tensor] | None = None
-        if not self._has_experts():
+        if not (self._has_experts() and self.settings.merge_mole):
             self._prepare_kernels()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> "UMAWrapper":
+        """Elements' energies stay in float64: thousands of eV of each atom add up."""
+        own, self.references = self.references, None
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.references = None if own is None else own.to(next(self.backbone.parameters()).device)
+        return self
 
     @classmethod
     def from_checkpoint(
@@ -115,7 +122,9 @@ class UMAWrapper(nn.Module):
         mixes = self._has_experts() and not self.settings.merge_mole
         preset = SPEC_UMA_HALO if mixes else SPEC_MPNN_HALO.replaced(name=SPEC_UMA_HALO.name)
         kinds = {k: OutputKind.PER_NODE if k == "forces" else OutputKind.PER_GRAPH for k in self._outputs()}
-        return preset.replaced(output_kinds=kinds).under(strategy)  # an edge costs more than leaving it out
+        whole = frozenset({"forces"} if self.direct else ())
+        preset = preset.replaced(output_kinds=kinds, owned_only_outputs=whole)
+        return preset.under(strategy)  # which does not ignore longer edges: one costs more than leaving it out
 
     def _has_experts(self) -> bool:
         return getattr(self.backbone, "num_experts", 0) > 0
@@ -156,7 +165,11 @@ class UMAWrapper(nn.Module):
         onehot = F.one_hot(_plain(data["atomic_numbers"]), max(self.elements) + 1).to(count.dtype)
         count = _plain(count.index_add_(0, data["batch"], onehot))
         charge, spin = self._charge_and_spin(data)
-        found = count / count.sum(-1, keepdim=True), charge, spin
+        atoms = count.sum(-1)
+        if self.merged is None and not atoms.all():
+            raise InputError("experts cannot be merged for a system without atoms: begin with systems that have some.")
+        real = atoms > 0
+        found = (count / atoms[:, None])[real], charge[real], spin[real]
         first = found if self.merged is None else self.merged
         for name, value, expected in zip(("composition", "charge", "spin"), found, first, strict=True):
             if not torch.isclose(value.double(), expected[:1].to(value.device).double(), rtol=SAME).all():
@@ -224,7 +237,7 @@ class UMAWrapper(nn.Module):
             return value.to(self.dtype)
         value = value + scale.mean
         if self.references is not None:
-            own = self.references[_plain(data["atomic_numbers"])].double()
+            own = self.references[_plain(data["atomic_numbers"])]
             value = value + torch.zeros_like(value, dtype=torch.float64).index_add(0, data["batch"], own)
         return value
 

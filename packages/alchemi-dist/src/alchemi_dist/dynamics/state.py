@@ -73,7 +73,7 @@ class State:
         index = self.batch if self.counted is None else self.counted
         apart = torch.arange(len(values), device=values.device) % APART
         sums = values.new_zeros((len(self.cell) + 1) * APART, *values.shape[1:]).index_add_(0, index * APART + apart, values)
-        return self.comm.all_reduce(sums.view(-1, APART, *values.shape[1:]).sum(1)[:-1])
+        return self.comm.all_reduce(sums.view(-1, APART, *values.shape[1:]).sum(1, dtype=values.dtype)[:-1])
 
     def largest(self, values: Tensor) -> Tensor:
         """Per-atom values (n,), not negative -> their maximum in each system (B,), the same on every rank; 0 without atoms."""

@@ -109,7 +109,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-atom rows (N, *F), index (E,) -> (E, *F)."""
     if type(index) is ShardTensor:
         rows, local = shard.storage.reach(shard, input, index)
-        picked = _picked(rows, local, index)
+        picked = _picked(shard, rows, local, index)
         return _gathered(shard, picked, input, index, index.tag.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
@@ -122,10 +122,11 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     return _gathered(shard, rows[(local, *parts[1:])], input, first, indexed(first, input, index))
 
 
-def _picked(rows: Tensor, local: Tensor, index: ShardTensor) -> Tensor:
-    if "names_all" in index.__dict__ and local.data_ptr() == index.data_ptr():
-        return rows.clone()  # a copy, as of any index, whose adjoint adds up nothing
-    return rows.index_select(0, local) if local.ndim == 1 else rows[local]  # whose adjoint on CUDA sorts the index
+def _picked(shard: Shard, rows: Tensor, local: Tensor, index: ShardTensor) -> Tensor:
+    """rows[local], by what has the cheapest adjoint: that of indexing sorts the index on CUDA."""
+    if "names_all" in index.__dict__ and not shard.storage.global_ids:
+        return rows.clone()
+    return rows.index_select(0, local) if local.ndim == 1 and local.dtype in (torch.int64, torch.int32) else rows[local]
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(NODES))
