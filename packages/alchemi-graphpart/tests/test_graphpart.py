@@ -69,10 +69,19 @@ def test_systems_lie_end_to_end_and_no_rank_is_empty_while_atoms_last(comm):
 
 @ranks(3)
 def test_the_edges_of_senders_too_for_layers_that_exchange_nothing(comm):
-    positions, batch = anywhere(30, 2 * SHEARED), torch.zeros(30, dtype=torch.long)
-    once, _ = everyone_s(comm, EVERY[0], positions, batch, 2 * SHEARED[None], ALL, 4.0)
-    twice, _ = everyone_s(comm, EVERY[0], positions, batch, 2 * SHEARED[None], ALL, 4.0, depth=2)
-    assert set(twice) == set(once) and len(twice) > len(once)
+    cell, n = 2 * SHEARED[None], 30
+    positions, batch = anywhere(n, cell[0]), torch.zeros(n, dtype=torch.long)
+    whole, _ = everyone_s(comm, EVERY[0], positions, batch, cell, ALL, 4.0)
+    partition = EVERY[0].partition(
+        positions[comm.rank :: 3], batch[comm.rank :: 3], cell, ALL, comm, ids=torch.arange(n)[comm.rank :: 3]
+    )
+    mine = (partition.rank == comm.rank).nonzero().flatten()
+    routing, (sender, receiver), shifts = EVERY[0].connect(positions[mine], batch[mine], cell, ALL, 4.0, comm, depth=2)
+    ids = routing.padded(mine)
+    found = {(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)}
+    owned = set(mine.tolist())
+    reached = owned | {s for r, s, *_ in whole if r in owned}
+    assert found == {edge for edge in whole if edge[0] in reached} and len(found) > sum(edge[0] in owned for edge in whole)
 
 
 @ranks(3)
