@@ -52,14 +52,7 @@ class Grid:
         best = shapes[surface.sum(-1).argmin(-1)]
         return cls(best, low, extent / best)
 
-    def owners(
-        self,
-        positions: Tensor,
-        batch: Tensor,
-        cell: Tensor,
-        pbc: Tensor,
-        ids: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, *_ids: Tensor) -> Tensor:
         """The part that each atom is in; parts are counted from one rank further on for each system."""
         inside = Frames.of(cell, pbc).to(positions.device).wrapped(positions, batch)
         shape, low, width = (t.to(positions.device)[batch] for t in (self.shape, self.low, self.width))
@@ -99,14 +92,7 @@ class Cuts:
             at_node = tree.frozen().to(at_node.device).down(fractional, at_node)
         return tree.frozen()
 
-    def owners(
-        self,
-        positions: Tensor,
-        batch: Tensor,
-        cell: Tensor,
-        pbc: Tensor,
-        ids: Tensor | None = None,  # noqa: ARG002
-    ) -> Tensor:
+    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, *_ids: Tensor) -> Tensor:
         """The part that each atom is in."""
         fractional = Frames.of(cell, pbc).to(positions.device).wrapped(positions, batch)
         tree, node = self.to(positions.device), batch
