@@ -49,9 +49,9 @@ class GraphPartitionStrategy:
         `ids` (n,): this rank's atoms among all, 0 ... N - 1; default, ranks' rows in the order of ranks. Every rank must
         call it.
         """
-        weights = torch.ones(len(batch), dtype=torch.float64, device=batch.device) if weights is None else weights.double()
-        points, systems, weights = (comm.all_gather_rows(rows.detach()) for rows in (positions.double(), batch, weights))
-        ids = torch.arange(len(systems), device=batch.device) if ids is None else comm.all_gather_rows(ids)
+        weights = torch.ones_like(batch) if weights is None else weights
+        points, systems, weights, *given = _everyone_s(comm, positions, batch, weights, *(() if ids is None else (ids,)))
+        ids = given[0].long() if given else torch.arange(len(systems), device=batch.device)
         order = ids.argsort()
         if self.order == "curve":
             frames = Frames.of(cell, pbc).to(points.device)
@@ -71,7 +71,7 @@ class GraphPartitionStrategy:
         """
         frames = Frames.of(cell, pbc)
         counts = comm.all_gather(torch.tensor(len(batch))).tolist()
-        points, systems = (comm.all_gather_rows(rows.detach()) for rows in (positions.double(), batch))
+        points, systems = _everyone_s(comm, positions, batch)
         first = sum(counts[: comm.rank])
         receives = torch.zeros(len(systems), dtype=torch.bool, device=systems.device)
         receives[first : first + len(batch)] = True
@@ -98,6 +98,13 @@ def stretches(weights: Tensor, n_ranks: int) -> Tensor:
     ahead = (torch.searchsorted(wanted, ranks) - ranks).cummax(0).values  # each starts beyond where the last one did
     starts = ahead.clamp(max=max(n - n_ranks, 0)) + ranks
     return torch.searchsorted(starts, torch.arange(n, device=weights.device), right=True) - 1
+
+
+def _everyone_s(comm: Comm, positions: Tensor, batch: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """All ranks' positions (N, 3), `batch` and more (N,), in the order of ranks, in one message: whole numbers fit float64."""
+    mine = [positions.detach(), *(field[:, None] for field in (batch, *more))]
+    everyone = comm.all_gather_rows(torch.cat([field.double() for field in mine], dim=1))
+    return everyone[:, :3], everyone[:, 3].long(), *everyone[:, 4:].unbind(1)
 
 
 def _edges(points: Tensor, systems: Tensor, receives: Tensor, frames: Frames, cutoff: float) -> tuple[Tensor, Tensor, Tensor]:
