@@ -132,7 +132,7 @@ UMA_ENERGY = {
 """The only task: forces are the energy's derivative, which fairchem calls an untrained one."""
 
 
-def uma_settings(layers=None, dtype=torch.float32, checkpointing=False, kernels="umas_fast_gpu"):
+def uma_settings(dtype=torch.float32, checkpointing=False, kernels="umas_fast_gpu"):
     """Fairchem's fastest settings at full float32 precision, but for its compiler: merged experts, Triton kernels."""
     from fairchem.core.units.mlip_unit.api.inference import InferenceSettings  # noqa: PLC0415
 
@@ -153,7 +153,7 @@ def uma(layers, dtype, checkpointing=False, kernels="umas_fast_gpu"):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "uma.pt"
         uma_checkpoint(path, layers)
-        return UMAWrapper.from_checkpoint(path, settings=uma_settings(layers, dtype, checkpointing, kernels), trust_pickle=True)
+        return UMAWrapper.from_checkpoint(path, settings=uma_settings(dtype, checkpointing, kernels), trust_pickle=True)
 
 
 MODELS = {"lennard_jones": lennard_jones, "mace": mace, "sevennet": sevennet, "uma": uma}
