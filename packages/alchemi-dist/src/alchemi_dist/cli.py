@@ -16,7 +16,7 @@ from rich.table import Table
 
 from alchemi_dist.evaluate import TOLERANCE, Frame, Job, evaluate, within_tolerance
 from alchemi_dist.launching import Device, Dtype, on_ranks, one_line_errors
-from alchemi_dist.md_cli import Strategy, md_command, relax_command
+from alchemi_dist.md_cli import Model, Strategy, md_command, relax_command
 from alchemi_dist.plan_cli import plan_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -34,7 +34,7 @@ def main() -> None:
 def evaluate_command(
     file: Annotated[Path, typer.Argument(help="Any file that ASE reads.")],
     index: Annotated[str, typer.Option(help="Which frames, in ASE's notation: `:` for all.")] = ":",
-    model: Annotated[str, typer.Option(help="sevennet[:NAME], mace:NAME, uma:NAME@TASK, lj, or module:factory.")] = "sevennet",
+    model: Model = "sevennet",
     ranks: Annotated[int | None, typer.Option(min=1, help="Ranks to start; under torchrun, its own.")] = None,
     device: Annotated[Device, typer.Option(help="One rank a GPU while there are enough.")] = Device.cpu,
     dtype: Annotated[Dtype | None, typer.Option(help="Default: the model's own.")] = None,

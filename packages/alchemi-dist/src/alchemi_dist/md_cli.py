@@ -41,7 +41,7 @@ class Cell(StrEnum):
     full = "full"
 
 
-Model = Annotated[str, typer.Option(help="sevennet[:NAME], mace:NAME, uma:NAME@TASK, lj, or module:factory.")]
+Model = Annotated[str, typer.Option(help="sevennet[:NAME], mace:PATH|NAME, uma:PATH|NAME@TASK, lj, or module:factory.")]
 Ranks = Annotated[int | None, typer.Option(min=1, help="Ranks to start; under torchrun, its own.")]
 OnDevice = Annotated[Device, typer.Option(help="One rank a GPU while there are enough.")]
 InDtype = Annotated[Dtype | None, typer.Option(help="The model's arithmetic. Default: the model's own.")]
