@@ -16,7 +16,7 @@ from ase.build import bulk
 from alchemi_dist import Comm, LennardJones
 
 QUARTZ = Path(__file__).parents[1] / "examples/data/quartz.extxyz"
-LIBRARIES = ("torch", "e3nn", "mace-torch", "cuequivariance-torch", "fairchem-core", "sevenn")
+LIBRARIES = ("torch", "e3nn", "mace-torch", "cuequivariance-torch", "openequivariance", "fairchem-core", "sevenn")
 
 
 def quartz(n_atoms, copies=(1, 1, 1)):
@@ -53,8 +53,8 @@ def lennard_jones(dtype):
     return LennardJones().to(dtype)
 
 
-def mace(channels, dtype, cueq=False):
-    """MACE with random weights at the size of the published models."""
+def mace(channels, dtype, kernels="e3nn"):
+    """MACE with random weights at the size of the published models; kernels e3nn's, `"cueq"` or `"oeq"`."""
     from mace import modules  # noqa: PLC0415, I001  one model's libraries are not another's; before e3nn, whose constants
     from e3nn import o3  # noqa: PLC0415  torch refuses to load otherwise
 
@@ -83,7 +83,7 @@ def mace(channels, dtype, cueq=False):
         atomic_inter_shift=0.0,
     )
     wrapper = MACEWrapper(model.to(dtype).requires_grad_(False).eval())
-    return wrapper.with_cueq() if cueq else wrapper
+    return wrapper if kernels == "e3nn" else getattr(wrapper, f"with_{kernels}")()
 
 
 def sevennet(weights, dtype):

@@ -303,3 +303,26 @@ def test_case_14_nothing_is_captured_anew(pools, n_ranks):
     for positions, kept, recaptures, rebuilds in pools(n_ranks).run(hot, "capture", timeout=200):
         assert kept and recaptures == 0 and rebuilds > 0
         torch.testing.assert_close(positions, expected, rtol=0, atol=1e-9)
+
+
+def by_inductor(comm):
+    """Energy and forces of a compiled step, after plain ones in which TorchScript may have fused; why it is not compiled."""
+    model, atoms = MACEWrapper(small_mace(4).requires_grad_(False)).double(), silica(2)
+    found, reasons = [], []
+    for mode in ("off", "inductor"):
+        config = DomainConfig(comm, compile=mode)
+        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        domain = Domain(DistributedModel(model, config), batch, 0.3)
+        for _ in range(EAGER_CALLS + 2):
+            results = domain.evaluate()
+        found.append((results["energy"].cpu(), domain.batch.gather(results["forces"]).cpu()))
+        reasons.append((domain.why_eager, domain.why_uncompiled))
+    return found, reasons[-1]
+
+
+@pytest.mark.parametrize("n_ranks", [n for n in N_RANKS if n <= GPUS])
+def test_inductor_compiles_what_torchscript_has_fused(pools, n_ranks):
+    for (expected, results), reasons in pools(n_ranks).run(by_inductor, timeout=240):
+        assert reasons == (None, None)
+        for value, one in zip(results, expected, strict=True):
+            torch.testing.assert_close(value, one, rtol=1e-10, atol=1e-10)

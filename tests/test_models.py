@@ -114,7 +114,7 @@ def captured(comm, model, structures):
     return results, reasons
 
 
-@pytest.mark.parametrize("name", ["mace pickled under e3nn 0.4.4", "mace without scale and shift"])
+@pytest.mark.parametrize("name", ["mace pickled under e3nn 0.4.4", "mace without scale and shift", "sevennet"])
 def test_captured_steps_of_real_models_equal_eager_ones(rank_pool, name):
     model = MODELS[name]().to(torch.float64)
     structures = {key: STRUCTURES[key] for key in ("smaller than the cutoff", "a batch of three")}

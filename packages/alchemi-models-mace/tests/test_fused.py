@@ -3,29 +3,27 @@
 # before e3nn 0.4.4, whose constants torch refuses to load otherwise
 from small_mace import silica, small_mace  # isort: split
 
+import pickle
+
 import pytest
 import torch
 from e3nn import o3
+from mace.modules.wrapper_ops import with_oeq_conv_fusion
 from test_mace import contract_data
 
 from alchemi_models_mace import MACEWrapper
 
 
-class Fused(torch.nn.Module):
-    """What MACE does edge by edge, called as cuEquivariance's or OpenEquivariance's kernel, on rows [owned | ghost]."""
+class SegmentedPolynomial(torch.nn.Module):
+    """What MACE does edge by edge, called as cuEquivariance's kernel of this name, on rows [owned | ghost]."""
 
-    def __init__(self, product, library):
+    def __init__(self, product):
         super().__init__()
         self.product, self.weight_numel, self.rows = product, product.weight_numel, []
-        if library == "oeq":
-            self.layout_transpose_in = self.layout_transpose_out = None
 
-    def forward(self, *arguments):
-        if len(arguments) == 4:  # cuEquivariance's
-            (weights, rows, attrs), senders, like, receivers = arguments
-            return [self.summed(rows, attrs, weights, senders[1], receivers[0], len(like[0]))]
-        rows, attrs, weights, receiver, sender = arguments
-        return self.summed(rows, attrs, weights, sender, receiver, len(rows))
+    def forward(self, weights_rows_attrs, senders, like, receivers):
+        weights, rows, attrs = weights_rows_attrs
+        return [self.summed(rows, attrs, weights, senders[1], receivers[0], len(like[0]))]
 
     def summed(self, rows, attrs, weights, sender, receiver, n):
         self.rows.append(rows)
@@ -33,8 +31,24 @@ class Fused(torch.nn.Module):
         return messages.new_zeros(n, messages.shape[1]).index_add_(0, receiver, messages)
 
 
+class TensorProductConv(SegmentedPolynomial):
+    """The same, called as OpenEquivariance's, which pickles what it is made of and nothing that was put on it."""
+
+    def forward(self, rows, attrs, weights, receiver, sender):
+        return self.summed(rows, attrs, weights, sender, receiver, len(rows))
+
+    def __getstate__(self):
+        return self.product
+
+    def __setstate__(self, product):
+        TensorProductConv.__init__(self, product)
+
+
+LIBRARIES = {"cueq": SegmentedPolynomial, "oeq": lambda product: with_oeq_conv_fusion(TensorProductConv(product))}
+
+
 def fused(library):
-    """A small MACE whose convolutions are `Fused`, and these."""
+    """A small MACE with such convolutions."""
     model = small_mace().requires_grad_(False)
     for block in model.interactions:
         tp = block.conv_tp
@@ -46,13 +60,16 @@ def fused(library):
             shared_weights=False,
             internal_weights=False,
         ).double()
-        block.conv_fusion, block.conv_tp = library, Fused(product, library)
-    return model, [block.conv_tp for block in model.interactions]
+        block.conv_fusion, block.conv_tp = library, LIBRARIES[library](product)
+    return model
 
 
-@pytest.mark.parametrize("library", ["cueq", "oeq"])
-def test_rows_reach_the_kernel_and_the_first_layers_are_made_on_the_spot(library):
-    model, kernels = fused(library)
+@pytest.mark.parametrize("pickled", [False, True], ids=["made here", "pickled"])
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rows_reach_the_kernel_and_the_first_layers_are_made_on_the_spot(library, pickled):
+    model = fused(library)
+    model = pickle.loads(pickle.dumps(model)) if pickled else model
+    kernels = [block.conv_tp for block in model.interactions]
     data = contract_data(silica(), 4.5)
     expected = MACEWrapper(small_mace().requires_grad_(False))(data)
     results = MACEWrapper(model)(data)

@@ -62,6 +62,22 @@ def test_a_step_is_one_graph_that_reads_its_tensors_where_they_are(comm):
     assert sum("all_to_all" in op for op in ops) == (4 if comm.size > 1 else 0)
 
 
+def scripted(x):
+    return x * x + 1
+
+
+def test_what_torchscript_planned_in_earlier_calls_is_planned_anew():
+    """On CUDA such a plan launches fused kernels, which no trace has."""
+    x, function = torch.ones(3), torch.jit.script(scripted)
+    for _ in range(3):
+        function(x)
+    assert function.get_debug_state().execution_plans
+    step = compiled(lambda: {"y": function(x)}, [x], backend="eager")
+    with pytest.raises(RuntimeError, match="optimized_plan_"):
+        function.get_debug_state()
+    assert step()["y"].tolist() == [2, 2, 2]
+
+
 @pytest.mark.long
 @ranks(2)
 def test_inductor_keeps_the_exchanges(comm):

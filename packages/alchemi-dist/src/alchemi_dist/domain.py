@@ -87,7 +87,7 @@ class Domain:
         """A step by inductor, if it was asked for and can be; otherwise as it is."""
         if self.why_uncompiled is None and self.room is not None:
             try:
-                return compiled(step, self.room.tensors, self.batch.comm)
+                return compiled(step, self.room.tensors, self.batch.comm, model=self.model)
             except MissingHandler as error:
                 self.why_uncompiled = str(error)
         return step

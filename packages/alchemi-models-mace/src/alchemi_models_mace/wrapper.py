@@ -11,10 +11,11 @@ from unittest.mock import patch
 import torch
 from mace.calculators import foundations_models  # before e3nn is used: it allows what torch's safe loading refuses
 from mace.modules import MACE, ScaleShiftMACE, blocks
+from mace.modules.wrapper_ops import get_layout
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 
-from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, OpAdapter, SameRows, UntrustedPickle
+from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, OpAdapter, SameRows, SpecError, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
 MASKED_BY_FEATURES = {
@@ -228,9 +229,9 @@ def _reaching_fused_kernels(model: nn.Module, first: Callable[[], Tensor] | None
     with ExitStack() as replaced:
         for i, block in enumerate(model.interactions):  # type: ignore[arg-type]
             if getattr(block, "conv_fusion", None):
-                conv = block.conv_tp  # whose wrapped forward does not survive pickling: then its own is the kernel
+                conv = block.conv_tp  # what MACE has put on it may not survive pickling: then its own forward is the kernel
                 kernel = conv.__dict__.get("original_forward", conv.forward)
-                way = partial(_by_oeq if hasattr(conv, "layout_transpose_in") else _by_cueq, conv, kernel)
+                way = partial(_by_cueq if type(conv).__name__ == "SegmentedPolynomial" else _by_oeq, block, kernel)
                 forward = partial(_reaching, way, nodes, None if i else first)
                 replaced.enter_context(patch.object(conv, "forward", forward))
         yield
@@ -252,18 +253,20 @@ def _reaching(
 
 
 def _by_cueq(
-    conv: Any, kernel: Any, rows: Tensor, like: Tensor, attrs: Tensor, weights: Tensor, sender: Tensor, receiver: Tensor
+    block: Any, kernel: Any, rows: Tensor, like: Tensor, attrs: Tensor, weights: Tensor, sender: Tensor, receiver: Tensor
 ) -> Tensor:
     return kernel([weights, rows, attrs], {1: sender}, {0: like}, {0: receiver})[0]  # type: ignore[no-any-return]
 
 
 def _by_oeq(
-    conv: Any, kernel: Any, rows: Tensor, like: Tensor, attrs: Tensor, weights: Tensor, sender: Tensor, receiver: Tensor
+    block: Any, kernel: Any, rows: Tensor, like: Tensor, attrs: Tensor, weights: Tensor, sender: Tensor, receiver: Tensor
 ) -> Tensor:
     """Which makes a row of messages for each row that it reads."""
-    into, out = conv.layout_transpose_in, conv.layout_transpose_out
-    messages = kernel(into(rows) if into is not None else rows, attrs, weights, receiver, sender)[: len(like)]
-    return out(messages) if out is not None else messages  # type: ignore[no-any-return]
+    into, out = (getattr(block.conv_tp, f"layout_transpose_{end}", None) for end in ("in", "out"))
+    if into is None and get_layout(block.cueq_config) == "ir_mul":
+        raise SpecError("OpenEquivariance's convolution lost its change of layout by pickling: use one of the two libraries.")
+    messages = kernel(rows if into is None else into(rows), attrs, weights, receiver, sender)[: len(like)]
+    return messages if out is None else out(messages)  # type: ignore[no-any-return]
 
 
 def _plain(t: Tensor) -> Tensor:

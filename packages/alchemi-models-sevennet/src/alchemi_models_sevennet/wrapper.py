@@ -1,6 +1,7 @@
 """SevenNet (Park et al., J. Chem. Theory Comput. 2024, 20, 4857) behind alchemi-spec's contract.
 
-Two parts of a model are wrapped once it is loaded, its one-hot layer and its envelope; `sevenn` itself is not modified.
+Of a loaded model, one-hot layers and the envelope are replaced, and energies of atoms are summed and differentiated here:
+SevenNet's own such parts wait for the device, which no captured step may. `sevenn` itself is not modified.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,14 +12,17 @@ import torch
 from sevenn import util
 from sevenn._const import ACTIVATION
 from sevenn.nn.edge_embedding import EdgeEmbedding
+from sevenn.nn.force_output import ForceOutput, ForceStressOutput, ForceStressOutputFromEdge
+from sevenn.nn.linear import AtomReduce
 from sevenn.nn.node_embedding import OnehotEmbedding
 from torch import Tensor, nn
 
 from alchemi_spec import SPEC_MPNN_HALO, MLIPSpec, UntrustedPickle
 
 ALL_OUTPUTS = ("energy", "forces", "stress")
-VOIGT = torch.tensor([[0, 3, 5], [3, 1, 4], [5, 4, 2]])
-"""Where the entries of a symmetric matrix stand in SevenNet's (xx, yy, zz, xy, yz, zx)."""
+DERIVATIVES = (ForceOutput, ForceStressOutput, ForceStressOutputFromEdge)
+LEAST_VOLUME = 1e-3
+"""Å^3, of what has none, as in SevenNet."""
 
 
 class SevenNetWrapper(nn.Module):
@@ -51,10 +55,16 @@ class SevenNetWrapper(nn.Module):
             raise ValueError(f"{name} has the fidelities {fidelities}, not {modal!r}: choose one with modal=...")
         for key, module in list(model._modules.items()):
             if isinstance(module, OnehotEmbedding):
-                model.replace_module(key, _OnehotInModelDtype(module, model))
+                model.replace_module(key, _Onehot(module))
             if isinstance(module, EdgeEmbedding):
                 module.cutoff_function = _MaskedEnvelope(module.cutoff_function, checkpoint.config[KEY.CUTOFF])
-        model.eval_modal_map = False  # the fidelity's number is given, instead of its name
+            if isinstance(module, (AtomReduce, *DERIVATIVES)):
+                model.delete_module_by_key(key)
+            if isinstance(module, AtomReduce):
+                self.scale, self._atoms_energies = float(module.constant), module.key_input
+        model.eval_modal_map = model.eval_type_map = False  # the fidelity's and elements' numbers are given
+        model.key_grad = None
+        self.register_buffer("types", model.z_to_onehot_tensor, persistent=False)
         self.model, self.modal = model, model.modal_map[modal] if fidelities else None
         self.cutoff = float(checkpoint.config[KEY.CUTOFF])
         self.elements = frozenset(int(z) for z in checkpoint.config[KEY.TYPE_MAP])
@@ -74,24 +84,30 @@ class SevenNetWrapper(nn.Module):
         positions, cell, shifts = (data[name].detach().to(wide) for name in ("positions", "cell", "edge_shifts"))
         lattice = cell[data["batch"][receiver]]
         vectors = positions[sender] - positions[receiver] + (shifts[:, :, None] * lattice).sum(1)
+        vectors = vectors.to(self.dtype).requires_grad_("forces" in outputs or "stress" in outputs)
         graph = {
-            KEY.ATOMIC_NUMBERS: data["atomic_numbers"],
-            KEY.NODE_FEATURE: data["atomic_numbers"],
+            KEY.NODE_FEATURE: self.types[data["atomic_numbers"]],  # type: ignore[index]
             KEY.EDGE_IDX: (receiver, sender),  # SevenNet names receivers first
-            KEY.EDGE_VEC: vectors.to(self.dtype),
+            KEY.EDGE_VEC: vectors,
             KEY.BATCH: data["batch"],
-            KEY.NUM_ATOMS: torch.tensor([len(positions)]),
-            KEY.CELL_VOLUME: torch.linalg.det(cell).abs().to(self.dtype),
         }
         if self.modal is not None:
             graph[KEY.MODAL_TYPE] = torch.full((len(cell),), self.modal, device=cell.device)
-        result = self.model(graph)
-        found = {
-            "energy": result[KEY.PRED_TOTAL_ENERGY],
-            "forces": result[KEY.PRED_FORCE],
-            "stress": -result[KEY.PRED_STRESS][:, VOIGT.to(cell.device)],
-        }
-        return {name: found[name].detach() for name in outputs}
+        energies = self.scale * self.model(graph)[self._atoms_energies].squeeze(1)
+        energy = energies.new_zeros(len(cell)).index_add(0, data["batch"], energies)
+        found = {"energy": energy.detach()}
+        if vectors.requires_grad:
+            (pull,) = torch.autograd.grad(energy.sum(), vectors)
+            found["forces"] = _sums(pull, receiver, len(positions)) - _sums(pull, sender, len(positions))
+            virials = _sums(pull[:, :, None] * vectors.detach()[:, None, :], receiver, len(positions))
+            volume = torch.linalg.det(cell).abs().clamp(min=LEAST_VOLUME).to(self.dtype)
+            stress = _sums(virials, data["batch"], len(cell)) / volume[:, None, None]
+            found["stress"] = (stress + stress.mT) / 2
+        return {name: found[name] for name in outputs}
+
+
+def _sums(rows: Tensor, index: Tensor, n: int) -> Tensor:
+    return rows.new_zeros(n, *rows.shape[1:]).index_add(0, index, rows)
 
 
 class _MaskedEnvelope(nn.Module):
@@ -105,20 +121,20 @@ class _MaskedEnvelope(nn.Module):
         return self.envelope(r) * (r < self.cutoff)  # type: ignore[no-any-return]
 
 
-class _OnehotInModelDtype(nn.Module):
-    """SevenNet's one-hot layer gives float32 whatever the weights are; everything after it multiplies with them."""
+class _Onehot(nn.Module):
+    """SevenNet's one-hot layer by a table, in the model's dtype; its own gives float32 and looks at what it is given."""
 
-    def __init__(self, onehot: nn.Module, model: nn.Module) -> None:
+    def __init__(self, layer: OnehotEmbedding) -> None:
         super().__init__()
-        self.onehot = onehot
-        self.keys = (onehot.key_output, onehot.key_additional_output)
-        self._weights = [model]  # in a list: not a submodule
+        self.layer = layer
+        self.register_buffer("table", torch.eye(layer.num_classes), persistent=False)
 
     def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
-        data = self.onehot(data)
-        for key in self.keys:
-            if key is not None:
-                data[key] = data[key].to(_dtype(self._weights[0]))  # type: ignore[index]
+        types = data[self.layer.key_x]
+        for key in {self.layer.key_output, self.layer.key_additional_output} - {None}:
+            data[key] = self.table[types]  # type: ignore[index]
+        if self.layer.key_save is not None:
+            data[self.layer.key_save] = types
         return data
 
 

@@ -178,8 +178,8 @@ class UMAWrapper(nn.Module):
                     f"Load the model anew for other systems, or with settings='batch', which merges nothing."
                 )
         if self.merged is None:
-            graph = self._inputs(data, charge, spin)
-            with default_dtype(self.dtype):
+            graph, plainly = self._inputs(data, charge, spin), _plain_coefficients(self.backbone, data["batch"])
+            with default_dtype(self.dtype), patch.object(self.backbone, "set_MOLE_coefficients", plainly):
                 self.backbone = self.backbone.merge_MOLE_model(graph).to(count.device, self.dtype).requires_grad_(False)
             self._prepare_kernels()
             self.merged = found
@@ -272,7 +272,7 @@ def _handed_the_graph(backbone: Any, graph: Callable[[Any], dict[str, Tensor]], 
     instead = {
         "_generate_graph": graph,
         "set_MOLE_sizes": partial(_set_sizes, backbone),
-        "set_MOLE_coefficients": partial(_set_coefficients, backbone, backbone.set_MOLE_coefficients, data["batch"]),
+        "set_MOLE_coefficients": _plain_coefficients(backbone, data["batch"]),
     }
     balanced = partial(_balanced, escn_md.balance_channels_batched, data["batch"])
     with ExitStack() as replaced:
@@ -340,6 +340,10 @@ def _set_sizes(backbone: Any, nsystems: int, batch_full: Tensor, edge_index: Ten
     if getattr(backbone, "num_experts", 0):
         sizes = torch.bincount(batch_full[edge_index[1]], minlength=nsystems)
         backbone.global_mole_tensors.mole_sizes = sizes.cpu()
+
+
+def _plain_coefficients(backbone: Any, batch: Tensor) -> Callable[..., None]:
+    return partial(_set_coefficients, backbone, backbone.set_MOLE_coefficients, batch)
 
 
 def _set_coefficients(

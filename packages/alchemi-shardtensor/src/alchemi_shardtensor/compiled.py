@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import (
@@ -36,24 +36,32 @@ _HOST_READS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 
 
 def compiled(
-    function: Step, reads: Sequence[Tensor], comm: Comm | None = None, backend: str | Callable[..., Any] = "inductor"
+    function: Step,
+    reads: Sequence[Tensor],
+    comm: Comm | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    model: nn.Module | None = None,
 ) -> Callable[[], dict[str, Tensor]]:
     """`function` as one compiled graph, with all that ranks say to each other and all derivatives. Every rank must call it.
 
     `reads`: the plain tensors whose values change between calls; where they are and their shapes do not. Every other tensor
     that is not made in the step is a constant, read where it is; what the step made of numbers on the host is as it was.
     `function` returns plain tensors and writes to nothing that outlives it; it is called a few times here, and never again.
-    `comm`: who has to agree that it was compiled. `backend`: one of torch.compile's. No traffic is counted afterwards.
+    `comm`: who has to agree that it was compiled. `backend`: one of torch.compile's. `model`: whose scripted parts may have
+    run before. No traffic is counted afterwards.
 
     Raises:
         MissingHandler: for a step that cannot be one graph, naming the line, or that no compiler takes.
 
     """
-    for _ in range(EAGER_CALLS):
-        function()
-    with _Memory() as memory:
-        function()
-    graph, names, constants = _traced(function, reads, memory)
+    _forget_fusions(model)
+    # operation by operation: what TorchScript fuses, torch does not see
+    with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+        for _ in range(EAGER_CALLS):
+            function()
+        with _Memory() as memory:
+            function()
+        graph, names, constants = _traced(function, reads, memory)
     inputs = [t.detach() for t in (*reads, *constants)]
     with (comm or Comm()).agreement():
         run = _lowered(graph, inputs, backend)
@@ -67,6 +75,14 @@ def compiled(
         for name in names:
             _check_close(name, results[name], expected[name])
     return call
+
+
+def _forget_fusions(model: nn.Module | None) -> None:
+    """Have TorchScript plan anew what it runs: a plan made in earlier calls is kept whatever is asked for."""
+    parts = [m._c for m in model.modules() if isinstance(m, torch.jit.ScriptModule)] if model is not None else []
+    functions: Any = torch.jit._state._python_cu
+    for script in (*functions.get_functions(), *(part._get_method(name) for part in parts for name in part._method_names())):
+        script._debug_flush_compilation_cache()
 
 
 def _check_close(name: str, result: Tensor, expected: Tensor) -> None:
