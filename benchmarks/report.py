@@ -20,7 +20,7 @@ SAME = ("model", "system", "atoms", "ranks")
 """What a peer's row and ours have in common where they are compared, beside the measurement."""
 PEERS = {"forces": "evaluate"}
 """What peers.py calls our measurements, where it is something else."""
-SERIES = ("model", "kernels", "system", "dtype", "compile", "wire", "strategy", "device", "measure")
+SERIES = ("model", "kernels", "system", "dtype", "compile", "wire", "strategy", "collective", "device", "measure")
 """What is the same along a line of a plot."""
 MEASURES = {"evaluate": "energy and forces", "nvt": "NVT", "nve": "NVE"}
 COLOURS = ["#1f4e79", "#b5532a", "#3f8f5b", "#7a4fa3", "#c79a1e", "#3f7cac", "#8c2d4b", "#5b5b5b"]
@@ -55,7 +55,7 @@ def table(heads, lines):
 
 def name(row):
     """What is computed, on what."""
-    wire, strategy = row.get("wire"), row.get("strategy", "halo")
+    wire, strategy = row.get("wire"), " by ".join(filter(None, [row.get("strategy", "halo"), row.get("collective")]))
     parts = [row["model"], row["kernels"], row["dtype"], wire and f"wire {wire}", strategy if strategy != "halo" else None]
     return f"{row['system']}, {' '.join(part for part in parts if part)}"
 

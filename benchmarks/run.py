@@ -24,6 +24,8 @@ from common import MODELS, PRELOAD, STRUCTURES, exchange_share, timed, with_cloc
 
 from alchemi_dist import Batch, DistributedModel, Domain, DomainConfig, RankPool, ShardedBatch
 from alchemi_dist.dynamics import NVE, NoseHooverChain, Simulation, thermalize
+from alchemi_dist.model import spec_of
+from alchemi_spec import StrategyKind
 
 PROFILED = 5
 """Steps in which the share of communication is measured."""
@@ -59,8 +61,17 @@ def made_domain(comm, model, job, skin):
     strategy = job.config.get("strategy", "halo")
     config = DomainConfig(comm, strategy, job.compile, getattr(torch, wire) if wire else None)
     batch = ShardedBatch.share(Batch.from_ase(job.atoms) if comm.rank == 0 else None, config)
-    domain = Domain(DistributedModel(model, config), batch, skin)
+    domain = Domain(DistributedModel(model, config, specification(model, job.config)), batch, skin)
     return domain, *timed(comm, domain.evaluate)
+
+
+def specification(model, config):
+    """With a `collective`, the model's under a graph partition whose rows it brings; otherwise what its strategy takes."""
+    if "collective" not in config:
+        return None
+    spec = spec_of(model, StrategyKind.GRAPH_PARTITION)
+    policy = spec.distribution.policy.replaced(collective=config["collective"])
+    return spec.replaced(distribution=spec.distribution.replaced(policy=policy))
 
 
 def on_rank_0(domain, results):
@@ -280,7 +291,7 @@ def head(job, options):
     row = {"model": model["name"].format(**model.get("arguments", {})), "kernels": model["kernels"], "system": config["system"]}
     row |= {"measure": job.measure, "atoms": len(job.atoms), "ranks": job.ranks, "weak": job.weak, "device": options.device}
     row |= {"dtype": config["dtype"], "compile": job.compile, "wire": config.get("wire")}
-    row |= {"strategy": config.get("strategy", "halo")}
+    row |= {"strategy": config.get("strategy", "halo"), "collective": config.get("collective")}
     if job.measure != "evaluate":
         row["skin"] = config["dynamics"]["skin"]
     if job.measure in ("nvt", "nve"):

@@ -4,8 +4,11 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from alchemi_spec import SPEC_MPNN_HALO
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 EXACT = 1e-10
@@ -42,6 +45,24 @@ def test_rows_have_their_keys_and_parity(result):
         assert all(gap < EXACT for name, gap in row["parity"].items() if name != "against")
     assert {row["parity"]["against"] for row in rows} == {"itself", "1 rank, off"}
     assert rows[0]["edges"] == rows[2]["edges"] and rows[2]["exchanges"] > 0
+
+
+def test_weak_scaling_to_8_ranks_has_a_plot(run, tmp_path):
+    sizes = "--device cpu --weak 108 --ranks 1 8 --compile off --measure evaluate --set".split()
+    run("run", BENCHMARKS / "configs/argon.toml", *sizes, *FEW, "--out", tmp_path / "weak.json")
+    rows = json.loads((tmp_path / "weak.json").read_text())["rows"]
+    assert [(row["ranks"], row["atoms"], row["weak"]) for row in rows] == [(1, 108, 108), (8, 864, 108)]
+    assert all(row["parity"]["forces"] < EXACT for row in rows)
+    run("report", tmp_path / "weak.json", "--plots", tmp_path)
+    assert (tmp_path / "weak.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("collective", ["exchange", "all_gather"])
+def test_a_configuration_says_how_a_graph_partition_brings_rows(run, collective):
+    model = SimpleNamespace(distribution_spec=SPEC_MPNN_HALO)
+    specification = importlib.import_module("run").specification
+    assert specification(model, {"strategy": "graph", "collective": collective}).distribution.policy.collective == collective
+    assert specification(model, {"strategy": "graph"}) is None
 
 
 def test_the_report_has_a_table_and_plots(run, result, tmp_path, capsys):

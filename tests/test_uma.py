@@ -10,6 +10,7 @@ from small_mace import silica as quartz
 from small_mace import small_mace
 from small_uma import DIRECT, in_chunks, small_uma
 from typer.testing import CliRunner
+from uma_builds_its_own import UMABuildsItsOwn
 
 from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, ShardedBatch
 from alchemi_dist.cli import app
@@ -161,6 +162,24 @@ def refused(comm, model):
 
 def test_systems_that_experts_were_not_merged_for_are_refused_on_every_rank(rank_pool):
     rank_pool(4).run(refused, UMAWrapper(small_uma(), "omat", MERGED), ranks=3)
+
+
+def found_by_itself(comm, frames):
+    """Energy and forces of fairchem's backbone and head by edges that it finds itself, in a distributed step."""
+    config = DomainConfig(comm, "graph")
+    batch = ShardedBatch.share(Batch.from_ase(frames) if comm.rank == 0 else None, config)
+    results = DistributedModel(UMABuildsItsOwn(), config)(batch)
+    return {"batch": results | {"forces": batch.gather(results["forces"])}}
+
+
+@pytest.mark.parametrize("frames", [silica(2), [silica(), silica(2, seed=3)]], ids=["crystal", "batch of two"])
+def test_fairchems_own_backbone_finds_its_edges_itself(rank_pool, frames):
+    whole = Batch.from_ase(frames)
+    fields = {name: getattr(whole, name) for name in ("positions", "atomic_numbers", "batch", "cell", "pbc")}
+    one = {"batch": UMABuildsItsOwn()(fields)}
+    for n_ranks in (1, 2, 4):
+        for found in rank_pool(4).run(found_by_itself, frames, ranks=n_ranks):
+            check(found, one)
 
 
 def moved(comm, model, strategy):

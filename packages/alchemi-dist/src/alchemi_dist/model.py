@@ -157,10 +157,9 @@ class DistributedModel(nn.Module):
         shard, storage = cast(ShardTensor, data["positions"]).shard, self.table.storage
         points, systems = (plain(data[name]) for name in ("positions", "batch"))
         if not (storage.padded or storage.replicated):
-            points = shard.routing.padded(points)
-            if "systems" not in shard.seen:  # they do not change
-                shard.seen["systems"] = shard.routing.padded(systems)
-            systems = shard.seen["systems"]
+            known = shard.seen.get("systems")  # which do not change
+            points, *more = shard.routing.padded_all(points, *(() if known is not None else (systems,)))
+            systems = shard.seen["systems"] = known if known is not None else more[0]
         found = {}
         for name, cutoff in cutoffs(self.model).items():
             local = storage.localized(shard, data[f"edge_index{name}"])[1]

@@ -71,7 +71,7 @@ class GraphPartitionStrategy:
         """
         frames = Frames.of(cell, pbc)
         counts = comm.all_gather(torch.tensor(len(batch))).tolist()
-        points, systems = _everyone_s(comm, positions, batch)
+        points, systems = _everyone_s(comm, positions, batch, counts=counts)
         first = sum(counts[: comm.rank])
         receives = torch.zeros(len(systems), dtype=torch.bool, device=systems.device)
         receives[first : first + len(batch)] = True
@@ -100,10 +100,12 @@ def stretches(weights: Tensor, n_ranks: int) -> Tensor:
     return torch.searchsorted(starts, torch.arange(n, device=weights.device), right=True) - 1
 
 
-def _everyone_s(comm: Comm, positions: Tensor, batch: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+def _everyone_s(
+    comm: Comm, positions: Tensor, batch: Tensor, *more: Tensor, counts: list[int] | None = None
+) -> tuple[Tensor, ...]:
     """All ranks' positions (N, 3), `batch` and more (N,), in the order of ranks, in one message: whole numbers fit float64."""
     mine = [positions.detach(), *(field[:, None] for field in (batch, *more))]
-    everyone = comm.all_gather_rows(torch.cat([field.double() for field in mine], dim=1))
+    everyone = comm.all_gather_rows(torch.cat([field.double() for field in mine], dim=1), counts)
     return everyone[:, :3], everyone[:, 3].long(), *everyone[:, 4:].unbind(1)
 
 

@@ -89,7 +89,7 @@ def _offers(inside: Tensor, batch: Tensor, frames: Frames, mine: Tensor, reach: 
     present = mine[:, 0, 0].isfinite().nonzero().flatten()
     regions = torch.cat([present[:, None].double(), mine[present].flatten(1)], dim=1)
     counts = comm.all_gather(torch.tensor(len(regions))).tolist()
-    regions = comm.all_gather_rows(regions)
+    regions = comm.all_gather_rows(regions, counts)
     system, box = regions[:, 0].long(), regions[:, 1:].view(-1, 2, 3)
     own = mine[system]
     near = frames.within(reach, box, own[:, 0], own[:, 1], system) & own[:, 0, 0].isfinite()

@@ -72,9 +72,9 @@ class Comm:
         self.transport.all_gather(got, wire)
         return _inbound(got, t)
 
-    def all_gather_rows(self, rows: Tensor) -> Tensor:
-        """(n_r, *F) with its own n_r on each rank -> (sum of n_r, *F), in the order of ranks."""
-        counts = self.all_gather(torch.tensor(len(rows))).tolist()
+    def all_gather_rows(self, rows: Tensor, counts: list[int] | None = None) -> Tensor:
+        """(n_r, *F) with its own n_r on each rank -> (sum of n_r, *F), in the order of ranks; `counts`: all n_r, if known."""
+        counts = self.all_gather(torch.tensor(len(rows))).tolist() if counts is None else counts
         return self.all_to_all(rows.repeat(self.size, *[1] * (rows.ndim - 1)), [len(rows)] * self.size, counts)
 
     def all_reduce(self, t: Tensor, op: Reduction = "sum") -> Tensor:
@@ -93,7 +93,7 @@ class Comm:
             return [value]
         blob = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         sizes = self.all_gather(torch.tensor(len(blob))).tolist()
-        return [pickle.loads(part.numpy().tobytes()) for part in self.all_gather_rows(blob).split(sizes)]
+        return [pickle.loads(part.numpy().tobytes()) for part in self.all_gather_rows(blob, sizes).split(sizes)]
 
     def broadcast_object(self, value: Any, source: int = 0) -> Any:
         """`source`'s picklable value, on every rank; what the others pass is ignored."""
@@ -107,6 +107,8 @@ class Comm:
 
     def agree(self, error: Exception | None) -> None:
         """Raise the lowest rank's error on every rank, or return on every rank."""
+        if not self.all_gather(torch.tensor(error is not None)).any():
+            return
         errors = self.gather_objects(None if error is None else _picklable(error, self.rank))
         raised = next((e for e in errors if e is not None), None)
         if raised is not None:

@@ -184,7 +184,13 @@ class Routing:
 
     def padded(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F); alone, the owned rows are all."""
-        return owned if self.is_still else torch.cat([owned, self.exchange(owned)])
+        return self.padded_all(owned)[0]
+
+    def padded_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
+        """`padded` of several fields, in one message."""
+        if self.is_still:
+            return fields
+        return tuple(torch.cat(both) for both in zip(fields, self.exchange_all(*fields), strict=True))
 
     def folded(self, both: Tensor) -> Tensor:
         """[owned | ghost] rows (n_owned + n_ghost, *F) -> owned rows (n_owned, *F), the ghosts' added by their owners."""

@@ -1,0 +1,62 @@
+"""More ranks than the machine has cores, 8 and 16, some of them without atoms or edges: the same numbers as one."""
+
+import pytest
+import torch
+from ase.build import bulk
+from small_mace import silica, small_mace
+from small_uma import small_uma
+
+from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, LennardJones, ShardedBatch
+from alchemi_dist.dynamics import NVE, Simulation, thermalize
+from alchemi_models_mace import MACEWrapper
+from alchemi_models_uma import UMAWrapper
+
+pytestmark = pytest.mark.long
+MODELS = {
+    "mace": lambda: MACEWrapper(small_mace().requires_grad_(False)).double(),
+    "uma": lambda: UMAWrapper(small_uma(), "omat"),
+}
+STRUCTURES = {"crystal": silica(2), "twelve atoms": silica()[:6] + silica()[:6]}
+STRUCTURES["twelve atoms"].positions[6:] += [0, 0, 30]
+
+
+def evaluate(comm, model, strategy):
+    config = DomainConfig(comm, strategy)
+    distributed, results = DistributedModel(model, config), {}
+    for name, atoms in STRUCTURES.items():
+        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        results[name] = distributed(batch)
+        results[name]["forces"] = batch.gather(results[name]["forces"])
+    return results
+
+
+@pytest.mark.parametrize(("name", "strategy"), [("mace", "halo"), ("mace", "graph"), ("uma", "graph"), ("uma", "halo")])
+def test_a_model_on_8_and_16_ranks_is_that_on_one(rank_pool, name, strategy):
+    model = MODELS[name]()
+    one = evaluate(Comm(), model, "halo")
+    for n_ranks in (8, 16):
+        for found in rank_pool(16).run(evaluate, model, strategy, ranks=n_ranks, timeout=240):
+            for structure, values in one.items():
+                for key, value in values.items():
+                    gap = (found[structure][key] - value).abs().max()
+                    assert gap <= 1e-10 * max(value.abs().max(), 1e-3), f"{structure}: {key} {gap:.1e}"
+
+
+def trajectory(comm, mode):
+    """Positions of hot argon after 40 steps, in which atoms migrate; how often lists were made anew."""
+    atoms = bulk("Ar", "fcc", a=5.3, cubic=True) * (5, 5, 5)
+    config = DomainConfig(comm, compile=mode)
+    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    simulation = Simulation(Domain(DistributedModel(LennardJones(), config), batch, 0.4), NVE(2.0))
+    thermalize(simulation.state, 400.0, seed=1)
+    simulation.run(40)
+    return simulation.domain.batch.gather(simulation.state.positions), simulation.rebuilds
+
+
+@pytest.mark.parametrize("mode", ["off", "capture"])
+def test_a_trajectory_on_8_and_16_ranks_is_that_on_one(rank_pool, mode):
+    expected, rebuilds = trajectory(Comm(), "off")
+    assert rebuilds > 1
+    for n_ranks in (8, 16):
+        for positions, _ in rank_pool(16).run(trajectory, mode, ranks=n_ranks, timeout=240):
+            torch.testing.assert_close(positions, expected, rtol=0, atol=1e-9)
