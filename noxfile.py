@@ -104,7 +104,7 @@ def together(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", default=False)
 def long(session: nox.Session) -> None:
-    """Whole trajectories: thousands of steps, each compared with one process; compilers; 16 ranks. 25 minutes on two cores."""
+    """Whole trajectories: thousands of steps, each compared with one process; compilers; 16 ranks. Half an hour."""
     for folder in ("packages/alchemi-dist/tests", "packages/alchemi-shardtensor/tests", "tests"):
         in_workspace(session, *PYTEST[:-1], "long", folder, **ONE_THREAD)
 

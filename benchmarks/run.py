@@ -69,6 +69,8 @@ def specification(model, config):
     """With a `collective`, the model's under a graph partition whose rows it brings; otherwise what its strategy takes."""
     if "collective" not in config:
         return None
+    if not config.get("strategy", "halo").startswith("graph"):
+        raise ValueError('a collective brings the rows of a graph partition: set strategy = "graph", too.')
     spec = spec_of(model, StrategyKind.GRAPH_PARTITION)
     policy = spec.distribution.policy.replaced(collective=config["collective"])
     return spec.replaced(distribution=spec.distribution.replaced(policy=policy))

@@ -43,20 +43,23 @@ def test_a_model_on_8_and_16_ranks_is_that_on_one(rank_pool, name, strategy):
 
 
 def trajectory(comm, mode):
-    """Positions of hot argon after 40 steps, in which atoms migrate; how often lists were made anew."""
+    """Positions of hot argon after 40 steps; how often lists were made anew, whether atoms migrated, why steps were eager."""
     atoms = bulk("Ar", "fcc", a=5.3, cubic=True) * (5, 5, 5)
     config = DomainConfig(comm, compile=mode)
     batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(LennardJones(), config), batch, 0.4), NVE(2.0))
     thermalize(simulation.state, 400.0, seed=1)
+    before = simulation.state.ids.tolist()
     simulation.run(40)
-    return simulation.domain.batch.gather(simulation.state.positions), simulation.rebuilds
+    domain, moved = simulation.domain, any(comm.gather_objects(before != simulation.state.ids.tolist()))
+    return domain.batch.gather(simulation.state.positions), simulation.rebuilds, moved, domain.why_eager
 
 
-@pytest.mark.parametrize("mode", ["off", "capture"])
-def test_a_trajectory_on_8_and_16_ranks_is_that_on_one(rank_pool, mode):
-    expected, rebuilds = trajectory(Comm(), "off")
+@pytest.mark.parametrize(("mode", "why"), [("off", "compile is off"), ("capture", None)])
+def test_a_trajectory_on_8_and_16_ranks_is_that_on_one(rank_pool, mode, why):
+    expected, rebuilds, *_ = trajectory(Comm(), "off")
     assert rebuilds > 1
     for n_ranks in (8, 16):
-        for positions, _ in rank_pool(16).run(trajectory, mode, ranks=n_ranks, timeout=240):
+        for positions, again, moved, why_eager in rank_pool(16).run(trajectory, mode, ranks=n_ranks, timeout=240):
             torch.testing.assert_close(positions, expected, rtol=0, atol=1e-9)
+            assert again > 1 and moved and why_eager == why

@@ -94,8 +94,7 @@ def test_uma_on_many_ranks_is_that_on_one(rank_pool, name):
 def test_both_ways_to_bring_rows_give_the_same(rank_pool, collective):
     policy = DistributionSpec(policy=GraphParallelPolicy(collective=collective))
     structures = {name: STRUCTURES[name] for name in ("crystal", "a batch of three", "isolated atoms")}
-    merged = UMAWrapper(small_uma(), "omat", MERGED)
-    for model in (MODELS["mixture"](), merged, MACEWrapper(small_mace().requires_grad_(False)).double()):
+    for model in (MODELS["mixture"](), MACEWrapper(small_mace().requires_grad_(False)).double()):
         one = evaluate(Comm(), model, structures)
         spec = SPEC_MPNN_GP.replaced(distribution=policy)
         for found in rank_pool(4).run(evaluate, model, structures, "graph-index", spec, ranks=3):

@@ -123,15 +123,17 @@ def test_batches_and_ranks_with_few_atoms_or_none(comm, name):
 
 
 @ranks(2)
-def test_a_steady_step_waits_for_nothing_and_sends_once(comm):
-    found = run(comm, "capture", argon((2, 2, 3)), MODELS["lj"], NVE(2.0), EAGER_CALLS + 1)
+@pytest.mark.parametrize(("name", "features", "sums"), [("lj", 0, 1), ("toy", 3, 2)])
+def test_a_steady_step_waits_for_nothing_and_sends_positions_once(comm, name, features, sums):
+    """Also where lists are trimmed, by the same positions of ghosts as the model sees."""
+    found = run(comm, "capture", argon((2, 2, 3)), MODELS[name], NVE(2.0), EAGER_CALLS + 1)
     with count_traffic(comm) as traffic:
         for _ in range(3):
             found._first()
             found._evaluate()
             found._second()
-    assert traffic.host_syncs == 0 and traffic.reverses == 0
-    assert traffic.exchanges == 3 * (comm.size > 1) and traffic.reductions == 3  # energies
+    assert traffic.host_syncs == 0 and traffic.reverses == 3 * features
+    assert traffic.exchanges == 3 * (1 + features) and traffic.reductions == 3 * sums
 
 
 class Asking(Masked):

@@ -1,5 +1,8 @@
 """Batches that are shared out and move: owners, migration, files, lists with a skin."""
 
+from contextlib import ExitStack
+from unittest.mock import patch
+
 import ase.io
 import numpy as np
 import pytest
@@ -344,6 +347,18 @@ def test_a_step_between_rebuilds_is_one_exchange_of_positions_and_no_wait(comm):
             domain.evaluate()
         assert traffic.exchanges == (1 + more if comm.size > 1 else 0) and traffic.host_syncs == 0
         assert traffic.reverses == (reverses if comm.size > 1 else 0)
+
+
+@ranks(2)
+def test_a_rebuild_takes_ten_messages(comm):
+    domain = domain_of(comm, silicon(2), LennardJones(cutoff=4.0), skin=0.5)
+    with ExitStack() as patches:
+        names = ("all_to_all", "all_gather", "all_reduce", "broadcast")
+        way = type(comm.transport)
+        counted = [patch.object(way, name, autospec=True, side_effect=getattr(way, name)) for name in names]
+        sent = [patches.enter_context(each) for each in counted]
+        domain.rebuild()
+    assert sum(each.call_count for each in sent) == 10
 
 
 def test_a_skin_that_is_no_length_is_refused():

@@ -140,6 +140,13 @@ def test_case_11_the_reverse_has_differences_in_float64_too():
         torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
 
 
+def test_an_element_that_the_model_does_not_know_gives_no_number(wrapper):
+    atoms = silica()
+    atoms.numbers[1] = 85
+    results = wrapper(contract_data(atoms, wrapper.cutoff))
+    assert 85 not in wrapper.elements and results["energy"].isnan().all() and results["forces"].isnan().any()
+
+
 def test_elements_and_cutoff_are_the_models(wrapper):
     assert wrapper.cutoff == 5.0 and len(wrapper.elements) == 89 and isinstance(wrapper, Model)
 

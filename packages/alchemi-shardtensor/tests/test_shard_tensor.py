@@ -18,6 +18,7 @@ from alchemi_shardtensor import (
     SYSTEMS,
     Comm,
     ShardTensor,
+    brought,
     handles,
     plain,
     points_at,
@@ -515,3 +516,28 @@ def test_what_is_lost_stays_lost_whatever_it_meets():
     leaf = tag(X.clone(), ONE.shard, OWNED).requires_grad_()
     with pytest.raises(MissingHandler, match="one rank's share or the"):
         torch.autograd.grad(total + torch.nn.functional.mse_loss(leaf, leaf * 2), leaf)
+
+
+@ranks(1, 2, 3, 4)
+def test_a_gather_of_what_was_brought_sends_nothing_until_it_changes(comm):
+    """Also on a rank without rows, where all empty tensors look alike."""
+    graph = RandomGraph(comm, owners=[0] * 20 + [1, 1, 2])
+    whole = torch.rand(graph.n, 3, dtype=F64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    mine, other = graph.nodes(whole.detach()), graph.nodes(-whole.detach())
+    sender, shared = graph.local_edge_index[0], int(comm.size > 1)
+    for change in (0, 1):
+        plain(mine).add_(change)
+        with count_traffic(comm) as traffic:
+            brought(graph.shard, plain(mine))
+            leaf = mine.detach().requires_grad_()
+            rows, others = leaf[sender], other.detach()[sender]
+            (gradient,) = torch.autograd.grad((rows**3).sum() + others.sum(), leaf)
+        assert (traffic.exchanges, traffic.reverses) == (2 * shared, shared)  # that of the other, too
+        expected = (whole + change)[graph.edge_index[0]]
+        torch.testing.assert_close(plain(rows), expected[graph.edges], rtol=0, atol=0)
+        (wanted,) = torch.autograd.grad((expected**3).sum(), whole)
+        torch.testing.assert_close(plain(gradient), wanted[graph.mine], rtol=1e-13, atol=1e-13)
+    plain(mine).add_(1)
+    with count_traffic(comm) as traffic:
+        mine.detach()[sender]
+    assert traffic.exchanges == shared

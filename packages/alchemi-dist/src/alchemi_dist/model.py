@@ -31,6 +31,7 @@ from alchemi_shardtensor import (
     ShardTensor,
     adapted,
     all_gather_rows,
+    brought,
     find_layout,
     plain,
     tag,
@@ -158,7 +159,7 @@ class DistributedModel(nn.Module):
         points, systems = (plain(data[name]) for name in ("positions", "batch"))
         if not (storage.padded or storage.replicated):
             known = shard.seen.get("systems")  # which do not change
-            points, *more = shard.routing.padded_all(points, *(() if known is not None else (systems,)))
+            points, *more = brought(shard, points, *(() if known is not None else (systems,)))
             systems = shard.seen["systems"] = known if known is not None else more[0]
         found = {}
         for name, cutoff in cutoffs(self.model).items():

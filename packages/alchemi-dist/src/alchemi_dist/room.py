@@ -13,7 +13,7 @@ from torch import Tensor
 from alchemi_dist.lists import cutoffs, lengths
 from alchemi_dist.model import DistributedModel
 from alchemi_dist.sharded import ShardedBatch
-from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, PADDED, Routing, Shard, ShardTensor, plain, tag, tag_all
+from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, PADDED, Routing, Shard, ShardTensor, brought, plain, tag, tag_all
 from alchemi_spec import OutputKind
 
 ROWS = ("positions", "atomic_numbers", "batch", "ids")
@@ -239,13 +239,14 @@ class Room:
     def forget(self) -> None:
         """What was read of ghosts at other positions: a replay changes them without a trace."""
         self.data["positions"].__dict__.pop("padded", None)
+        self.shard.seen.pop("brought", None)
 
     def shown(self) -> Mapping[str, Tensor]:
         """What the model is to see: of the edges, those that are no longer than its cutoff now. No host synchronisation."""
         if not self.trims:
             return self.data
         points, data = plain(self.data["positions"]), dict(self.data)
-        points = points if self.shard.storage.padded else self.routing.padded(points)
+        points = points if self.shard.storage.padded else brought(self.shard, points)[0]
         for name, cutoff in cutoffs(self.model.model).items():
             edge_index, shifts = self._edges(self.data, name)
             near = lengths(edge_index, shifts, points, self.systems, self.batch.cell) <= cutoff

@@ -122,12 +122,16 @@ class _MaskedEnvelope(nn.Module):
 
 
 class _Onehot(nn.Module):
-    """SevenNet's one-hot layer by a table, in the model's dtype; its own gives float32 and looks at what it is given."""
+    """SevenNet's one-hot layer by a table, in the model's dtype; its own gives float32 and looks at what it is given.
+
+    An element that the model does not know has the type -1: the table's last row, which makes everything nan.
+    """
 
     def __init__(self, layer: OnehotEmbedding) -> None:
         super().__init__()
         self.layer = layer
-        self.register_buffer("table", torch.eye(layer.num_classes), persistent=False)
+        none = torch.full((1, layer.num_classes), torch.nan)
+        self.register_buffer("table", torch.cat([torch.eye(layer.num_classes), none]), persistent=False)
 
     def forward(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
         types = data[self.layer.key_x]

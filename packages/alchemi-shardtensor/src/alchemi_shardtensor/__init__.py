@@ -15,7 +15,7 @@ from alchemi_shardtensor.config import DomainConfig
 from alchemi_shardtensor.launch import RankPool, comm_from_environment
 from alchemi_shardtensor.layouts import find_layout
 from alchemi_shardtensor.routing import Edges, Owners, Routing
-from alchemi_shardtensor.storage import Storage
+from alchemi_shardtensor.storage import Storage, brought
 from alchemi_shardtensor.table import HandlerTable, Rule, handles, points_at, rows_are
 from alchemi_shardtensor.tensor import (
     BOTH,
@@ -71,6 +71,7 @@ __all__ = [
     "Traffic",
     "adapted",
     "all_gather_rows",
+    "brought",
     "comm_from_environment",
     "find_layout",
     "handles",

@@ -40,6 +40,22 @@ class Travel(torch.autograd.Function):
         return (None, None, None, None, *(back.get(i) for i in range(len(grads))))
 
 
+class Brought(torch.autograd.Function):
+    """Owned rows (n_owned, *F), and their ghosts (n_ghost, *F), which are there -> ghosts. Adjoint: `routing.reverse`."""
+
+    @staticmethod
+    def forward(ctx: Any, owned: Tensor, ghosts: Tensor, routing: Any) -> Tensor:  # noqa: ARG004
+        """Nothing is sent."""
+        ctx.routing = routing
+        routing.comm.traffic.tracked += ctx.needs_input_grad[0]
+        return ghosts.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Home."""
+        return ctx.routing.reverse(grad), None, None
+
+
 def packed_all_to_all(comm: Comm, fields: Sequence[Tensor], send: Sequence[int], receive: Sequence[int]) -> list[Tensor]:
     """Several fields with the same rows in one message, as bytes; one alone as it is. Not differentiable."""
     if len(fields) == 1:

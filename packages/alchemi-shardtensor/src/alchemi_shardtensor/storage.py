@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.collectives import Travel, all_gather_rows, sum_over_ranks
+from alchemi_shardtensor.collectives import Brought, Travel, all_gather_rows, sum_over_ranks
 from alchemi_shardtensor.routing import Routing
 from alchemi_shardtensor.tensor import (
     GLOBAL,
@@ -191,12 +191,30 @@ class Storage:
         )
 
 
+def brought(shard: Shard, rows: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    """[owned | ghost] rows of these owned ones, in one message; until the first changes, gathers of it send nothing, either.
+
+    Every rank must call it, also where it would change nothing.
+    """
+    both = shard.routing.padded_all(rows, *more)
+    shard.seen["brought"] = _state(rows), both[0][len(rows) :]
+    return both
+
+
+def _state(rows: Tensor) -> tuple[Any, ...]:
+    """What aliases that nothing has changed have in common: on all ranks or on none, also where there are no rows."""
+    return rows.untyped_storage()._cdata, rows.storage_offset(), rows._version, rows.dtype, rows.shape[1:], rows.stride()
+
+
 def _padded(shard: Shard, routing: Routing, owned: Tensor, x: Tensor) -> Tensor:
     """[owned | ghost] rows, kept with x while it is unchanged: a gather of what was gathered before sends nothing.
 
     A leaf that is differentiated is not kept: each graph that starts at it needs an exchange of its own. Nor is anything
     while a graph is recorded for recomputation, or of which `.data` was taken, whose changes are not counted.
     """
+    state, ghosts = shard.seen.get("brought", (None, None))
+    if state is not None and routing is shard.routing and not (routing.is_still or x.is_inference()) and state == _state(x):
+        return torch.cat([owned, Brought.apply(owned, ghosts, routing)])  # type: ignore[no-untyped-call]
     if not isinstance(x, ShardTensor) or x.is_inference() or (x.requires_grad and x.is_leaf) or "data" in x.__dict__:
         return routing.padded(owned)
     if x.requires_grad and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
