@@ -136,6 +136,19 @@ def test_a_steady_step_waits_for_nothing_and_sends_positions_once(comm, name, fe
     assert traffic.exchanges == 3 * (1 + features) and traffic.reductions == 3 * sums
 
 
+@ranks(2)
+@pytest.mark.parametrize("mode", ["off", "capture"])
+def test_all_of_it_may_be_in_inference_mode(comm, mode):
+    found, model = [], Toy()
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            moved = run(comm, mode, argon((2, 2, 3)), model, NVE(4.0), 8)
+            moved.rebuild()
+            moved.run(2)
+            found.append((moved, gathered(moved, "positions")))
+    assert torch.equal(found[0][1], found[1][1]) and found[0][0].domain.why_eager == found[1][0].domain.why_eager
+
+
 class Asking(Masked):
     """Waits for the device at each step."""
 

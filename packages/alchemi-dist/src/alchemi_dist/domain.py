@@ -37,6 +37,7 @@ class Domain:
     does not compile them. `recaptures`: how many rooms have become too small.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, model: DistributedModel, batch: ShardedBatch, skin: float = 0.5) -> None:
         """`skin` in Å: how much longer than the cutoff listed edges are. Every rank must call it.
 
@@ -56,6 +57,7 @@ class Domain:
         self._reach = max(cutoffs(model.model).values()) + self.skin
         self.connect()
 
+    @torch.inference_mode(False)
     def evaluate(self, outputs: Sequence[str] = ("energy", "forces")) -> dict[str, Tensor]:
         """The model's outputs at the batch's positions and cell, with the lists as they are. Every rank must call it.
 
@@ -118,6 +120,7 @@ class Domain:
         """Whether on any rank more edges came within the cutoff than there is room for. Every rank must call it."""
         return self.room is not None and self.room.trims and bool(self.batch.comm.all_reduce(self.room.left < 0))
 
+    @torch.inference_mode(False)
     def rebuild(self) -> None:
         """Move atoms to their owners, and make lists and ghosts anew. Every rank must call it.
 
@@ -128,11 +131,13 @@ class Domain:
         self.batch = self.batch.settled()
         self.connect()
 
+    @torch.inference_mode(False)
     def carry(self, **fields: Tensor) -> None:
         """Have these per-atom fields (n_owned, *F) go with the batch's atoms. Every rank must call it."""
         self.batch, self.room = self.batch.carrying(**fields), None
         self.connect()
 
+    @torch.inference_mode(False)
     def connect(self) -> None:
         """Make lists and ghosts anew, atoms staying where they are. Every rank must call it."""
         data, before = self.model.prepare(self.batch, skin=self.skin), self.room

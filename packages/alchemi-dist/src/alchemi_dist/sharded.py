@@ -67,6 +67,7 @@ class ShardedBatch:
         return cls.from_owned(whole, torch.arange(len(whole.positions)), config, carried)
 
     @classmethod
+    @torch.inference_mode(False)
     def from_owned(
         cls, rows: Batch, ids: Tensor, config: DomainConfig | None = None, carried: Mapping[str, Tensor] | None = None
     ) -> "ShardedBatch":
@@ -98,7 +99,7 @@ class ShardedBatch:
             rows.batch.to(device),
             ids.to(device),
             rows.cell.to(device, copy=True),  # which dynamics change in place
-            rows.pbc.to(device),
+            rows.pbc.to(device, copy=True),
             int(comm.all_reduce(torch.tensor(len(ids)))),
             _on(device, rows.per_atom),
             _on(device, rows.per_system),
@@ -220,7 +221,7 @@ class ShardedBatch:
 
 def _on(device: torch.device, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """In one order on every rank."""
-    return {name: fields[name].to(device) for name in sorted(fields)}
+    return {name: fields[name].to(device, copy=True) for name in sorted(fields)}
 
 
 def _check_same(rows: Batch, carried: Mapping[str, Tensor], comm: Comm) -> None:

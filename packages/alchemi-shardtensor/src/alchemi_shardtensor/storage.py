@@ -197,7 +197,7 @@ def brought(shard: Shard, rows: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
     Every rank must call it, also where it would change nothing.
     """
     both = shard.routing.padded_all(rows, *more)
-    shard.seen["brought"] = _state(rows), both[0][len(rows) :]
+    shard.seen["brought"] = (None, None) if rows.is_inference() else (_state(rows), both[0][len(rows) :])
     return both
 
 

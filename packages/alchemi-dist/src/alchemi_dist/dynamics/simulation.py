@@ -59,6 +59,7 @@ class Simulation:
     `state` shows those that are alive.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self,
         domain: Domain,
@@ -125,6 +126,7 @@ class Simulation:
             if before != self._key and self._moving.positions.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError("the integrator replaces its tensors instead of changing them in place.")
 
+    @torch.inference_mode(False)
     def start(self) -> None:
         """Evaluate forces, tell the integrator and call hooks, unless that was done. `run` does it."""
         if not self._started:
@@ -133,6 +135,7 @@ class Simulation:
             self._started = True
             self._call_hooks()
 
+    @torch.inference_mode(False)
     def resume(self, step: int, integrator: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint after `step` steps, with what `integrator.state_dict()` was."""
         self.state.step, device = step, self.domain.batch.comm.device
@@ -192,6 +195,7 @@ class Simulation:
         self._evaluate_with_care()
         self._second()
 
+    @torch.inference_mode(False)
     def rebuild(self) -> None:
         """Make lists anew now, atoms moving to their owners. Every rank must call it."""
         self.start()
