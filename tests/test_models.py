@@ -39,8 +39,6 @@ STRUCTURES = {name: rattled(name) for name in ("quartz", "urea", "copper")} | {
     "three atoms": Atoms("SiO2", [[0, 0, 0], [1.6, 0, 0], [-1.5, 0.6, 0]], cell=[9, 9, 9], pbc=[True, False, True]),
 }
 STRUCTURES["a batch of three"] = [STRUCTURES[name] for name in ("three atoms", "smaller than the cutoff", "two apart")]
-ALL_BUT_QUARTZ = {name: atoms for name, atoms in STRUCTURES.items() if name != "quartz"}
-"""Whose 243 atoms take SevenNet long."""
 ONLY_SILICA = {name: atoms for name, atoms in STRUCTURES.items() if name not in ("urea", "copper")}
 
 
@@ -75,7 +73,7 @@ def reference():
     def of(name, dtype):
         if (name, dtype) not in kept:
             model = MODELS[name]().to(dtype)
-            structures = {"mace": STRUCTURES, "sevennet": ALL_BUT_QUARTZ}.get(name, ONLY_SILICA)
+            structures = STRUCTURES if name in ("mace", "sevennet") else ONLY_SILICA
             kept[name, dtype] = model, structures, evaluate(Comm(), model, structures)
         return kept[name, dtype]
 
