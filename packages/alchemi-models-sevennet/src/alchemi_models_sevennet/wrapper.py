@@ -98,7 +98,9 @@ class SevenNetWrapper(nn.Module):
         found = {"energy": energy.detach()}
         if vectors.requires_grad:
             (pull,) = torch.autograd.grad(energy.sum(), vectors)
+        if "forces" in outputs:
             found["forces"] = _sums(pull, receiver, len(positions)) - _sums(pull, sender, len(positions))
+        if "stress" in outputs:
             virials = _sums(pull[:, :, None] * vectors.detach()[:, None, :], receiver, len(positions))
             volume = torch.linalg.det(cell).abs().clamp(min=LEAST_VOLUME).to(self.dtype)
             stress = _sums(virials, data["batch"], len(cell)) / volume[:, None, None]
