@@ -3,6 +3,7 @@
 import pytest
 import torch
 from ase.build import bulk
+from parity import check, evaluate
 from small_mace import silica, small_mace
 from small_uma import small_uma
 
@@ -20,26 +21,13 @@ STRUCTURES = {"crystal": silica(2), "twelve atoms": silica()[:6] + silica()[:6]}
 STRUCTURES["twelve atoms"].positions[6:] += [0, 0, 30]
 
 
-def evaluate(comm, model, strategy):
-    config = DomainConfig(comm, strategy)
-    distributed, results = DistributedModel(model, config), {}
-    for name, atoms in STRUCTURES.items():
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
-        results[name] = distributed(batch)
-        results[name]["forces"] = batch.gather(results[name]["forces"])
-    return results
-
-
 @pytest.mark.parametrize(("name", "strategy"), [("mace", "halo"), ("mace", "graph"), ("uma", "graph"), ("uma", "halo")])
 def test_a_model_on_8_and_16_ranks_is_that_on_one(rank_pool, name, strategy):
     model = MODELS[name]()
-    one = evaluate(Comm(), model, "halo")
+    one = evaluate(Comm(), model, STRUCTURES)
     for n_ranks in (8, 16):
-        for found in rank_pool(16).run(evaluate, model, strategy, ranks=n_ranks, timeout=240):
-            for structure, values in one.items():
-                for key, value in values.items():
-                    gap = (found[structure][key] - value).abs().max()
-                    assert gap <= 1e-10 * max(value.abs().max(), 1e-3), f"{structure}: {key} {gap:.1e}"
+        for found in rank_pool(16).run(evaluate, model, STRUCTURES, strategy, ranks=n_ranks, timeout=240):
+            check(found, one)
 
 
 def trajectory(comm, mode):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from ase import Atoms
 from mace.calculators import MACECalculator
+from parity import evaluate
 from small_mace import silica, small_mace
 from typer.testing import CliRunner
 
@@ -52,17 +53,6 @@ MODELS = {
     "mace pickled under e3nn 0.4.4": lambda: MACEWrapper.from_checkpoint(PICKLE, trust_pickle=True),
     "sevennet": SevenNetWrapper,
 }
-
-
-def evaluate(comm, model, structures):
-    """Results of each structure, forces in the whole's order."""
-    config = DomainConfig(comm)
-    distributed, results = DistributedModel(model, config), {}
-    for name, atoms in structures.items():
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
-        results[name] = distributed(batch)
-        results[name]["forces"] = batch.gather(results[name]["forces"])
-    return results
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import torch
 from ase import Atoms
 from ase.build import bulk
 from fairchem.core.units.mlip_unit.api.inference import InferenceSettings
+from parity import check, evaluate
 from small_mace import silica as quartz
 from small_mace import small_mace
 from small_uma import DIRECT, in_chunks, small_uma
@@ -22,8 +23,6 @@ from alchemi_shardtensor.testing import count_traffic
 from alchemi_spec import SPEC_MPNN_GP, DistributionSpec, GraphParallelPolicy, InputError, StrategyKind
 
 F64 = torch.float64
-PARITY = 1e-10
-"""Relative to the largest of the values, in float64."""
 MERGED = InferenceSettings(activation_checkpointing=False, base_precision_dtype=F64, merge_mole=True)
 CHUNKED = InferenceSettings(activation_checkpointing=True, base_precision_dtype=F64)
 
@@ -57,25 +56,6 @@ MODELS = {
         small_uma(mixture=False, charge_balanced_channels=[0, 1], spin_balanced_channels=[2]), "omol"
     ),
 }
-
-
-def evaluate(comm, model, structures, strategy="halo", spec=None):
-    config = DomainConfig(comm, strategy)
-    distributed, results = DistributedModel(model, config, spec), {}
-    for name, atoms in structures.items():
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
-        results[name] = distributed(batch)
-        results[name]["forces"] = batch.gather(results[name]["forces"])
-    return results
-
-
-def check(found, expected):
-    assert found.keys() == expected.keys()
-    for structure, values in expected.items():
-        assert found[structure].keys() == values.keys()
-        for key, value in values.items():
-            gap = (found[structure][key] - value).abs().max()
-            assert gap <= PARITY * max(value.abs().max(), 1e-3), f"{structure}: {key} {gap:.1e}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -163,21 +143,14 @@ def test_systems_that_experts_were_not_merged_for_are_refused_on_every_rank(rank
     rank_pool(4).run(refused, UMAWrapper(small_uma(), "omat", MERGED), ranks=3)
 
 
-def found_by_itself(comm, frames):
-    """Energy and forces of fairchem's backbone and head by edges that it finds itself, in a distributed step."""
-    config = DomainConfig(comm, "graph")
-    batch = ShardedBatch.share(Batch.from_ase(frames) if comm.rank == 0 else None, config)
-    results = DistributedModel(UMABuildsItsOwn(), config)(batch)
-    return {"batch": results | {"forces": batch.gather(results["forces"])}}
-
-
 @pytest.mark.parametrize("frames", [silica(2), [silica(), silica(2, seed=3)]], ids=["crystal", "batch of two"])
 def test_fairchems_own_backbone_finds_its_edges_itself(rank_pool, frames):
     whole = Batch.from_ase(frames)
     fields = {name: getattr(whole, name) for name in ("positions", "atomic_numbers", "batch", "cell", "pbc")}
-    one = {"batch": UMABuildsItsOwn()(fields)}
+    model = UMABuildsItsOwn()
+    one = {"batch": model(fields)}
     for n_ranks in (1, 2, 4):
-        for found in rank_pool(4).run(found_by_itself, frames, ranks=n_ranks):
+        for found in rank_pool(4).run(evaluate, model, {"batch": frames}, "graph", ranks=n_ranks):
             check(found, one)
 
 
