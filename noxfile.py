@@ -16,10 +16,13 @@ ROOT = Path(__file__).parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = sorted(p.parent.name for p in (ROOT / "packages").glob("*/pyproject.toml"))
 DIST = ROOT / "dist"
-EXTRAS = {"alchemi-dist": "[cli]", "alchemi-shardtensor": "[testing]"}
+EXTRAS = {"alchemi-shardtensor": "[testing]"}
 ALSO = {
     "alchemi-halo": ["alchemi-shardtensor[testing]", "hypothesis"],
     "alchemi-dist": ["alchemi-shardtensor[testing]"],
+    "alchemi-domain": ["alchemi-graphpart", "alchemi-models-classical", "alchemi-shardtensor[testing]"],
+    "alchemi-dynamics": ["alchemi-graphpart", "alchemi-models-classical", "alchemi-shardtensor[testing]", "scipy"],
+    "alchemi-models-classical": ["alchemi-domain"],
     "alchemi-graphpart": ["alchemi-halo", "alchemi-shardtensor[testing]"],
     "alchemi-kernels": ["ase"],
     "alchemi-shardtensor": ["mpi4py", "mpich"],
@@ -105,7 +108,7 @@ def together(session: nox.Session) -> None:
 @nox.session(venv_backend="none", default=False)
 def long(session: nox.Session) -> None:
     """Whole trajectories: thousands of steps, each compared with one process; compilers; 16 ranks. Half an hour."""
-    for folder in ("packages/alchemi-dist/tests", "packages/alchemi-shardtensor/tests", "tests"):
+    for folder in ("packages/alchemi-dynamics/tests", "packages/alchemi-shardtensor/tests", "tests"):
         in_workspace(session, *PYTEST[:-1], "long", folder, **ONE_THREAD)
 
 

@@ -23,8 +23,8 @@ import torch
 from common import MODELS, PRELOAD, STRUCTURES, exchange_share, timed, with_clock, write_report
 
 from alchemi_dist import Batch, DistributedModel, Domain, DomainConfig, RankPool, ShardedBatch
-from alchemi_dist.dynamics import NVE, NoseHooverChain, Simulation, thermalize
-from alchemi_dist.model import spec_of
+from alchemi_domain.distributed_model import spec_of
+from alchemi_dynamics import NVE, NoseHooverChain, Simulation, thermalize
 from alchemi_spec import StrategyKind
 
 PROFILED = 5

@@ -3,7 +3,7 @@
 from ase.build import bulk
 
 from alchemi_dist import Batch, DistributedModel, Domain, DomainConfig, LennardJones, RankPool, ShardedBatch
-from alchemi_dist.dynamics import Langevin, Simulation, Thermo, TrajectoryWriter, thermalize
+from alchemi_dynamics import Langevin, Simulation, Thermo, TrajectoryWriter, thermalize
 
 
 def simulate(comm, atoms):

@@ -8,8 +8,8 @@ from small_mace import silica, small_mace
 from test_layouts import equalised, layers
 
 from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, LennardJones, RankPool, ShardedBatch
-from alchemi_dist.dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulation, thermalize
-from alchemi_dist.evaluate import TOLERANCE
+from alchemi_domain.evaluate import TOLERANCE
+from alchemi_dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulation, thermalize
 from alchemi_halo import HaloStrategy
 from alchemi_models_mace import MACEWrapper
 from alchemi_shardtensor import all_gather_rows, max_over_ranks, reduce_scatter_rows, sum_over_ranks

@@ -8,7 +8,7 @@ from small_mace import silica, small_mace
 from small_uma import small_uma
 
 from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, LennardJones, ShardedBatch
-from alchemi_dist.dynamics import NVE, Simulation, thermalize
+from alchemi_dynamics import NVE, Simulation, thermalize
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_uma import UMAWrapper
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, ShardedBatch, load_model
 from alchemi_dist.cli import app
-from alchemi_dist.dynamics import NVE, Simulation, thermalize
-from alchemi_dist.evaluate import TOLERANCE
+from alchemi_domain.evaluate import TOLERANCE
+from alchemi_dynamics import NVE, Simulation, thermalize
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_sevennet import SevenNetWrapper
 from alchemi_shardtensor.capture import EAGER_CALLS

@@ -15,7 +15,7 @@ from uma_builds_its_own import UMABuildsItsOwn
 
 from alchemi_dist import Batch, Comm, DistributedModel, Domain, DomainConfig, ShardedBatch
 from alchemi_dist.cli import app
-from alchemi_dist.dynamics import NVE, Simulation, thermalize
+from alchemi_dynamics import NVE, Simulation, thermalize
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_uma import UMAWrapper
 from alchemi_shardtensor.capture import EAGER_CALLS

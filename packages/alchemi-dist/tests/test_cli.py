@@ -7,7 +7,7 @@ import sys
 import ase.io
 import numpy as np
 import pytest
-from test_dist import write_frames
+from test_evaluation import write_frames
 from typer.testing import CliRunner
 
 import alchemi_dist.cli
@@ -52,7 +52,7 @@ def test_a_gap_over_the_tolerance_exits_with_1(frames, tmp_path, monkeypatch):
     def gaps(model, whole, results):
         return {"energy": 1e-3, "forces": 0.0}
 
-    monkeypatch.setattr(sys.modules["alchemi_dist.evaluate"], "_parity", gaps)
+    monkeypatch.setattr(sys.modules["alchemi_domain.evaluate"], "_parity", gaps)
     result = call(tmp_path / "argon.extxyz", "--model", "lj", "--check", code=1)
     assert "FAILED" in result.output
 

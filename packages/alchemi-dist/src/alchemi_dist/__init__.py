@@ -1,24 +1,65 @@
-"""Machine-learned interatomic potentials on many GPUs: any model of alchemi-spec's contract, exactly as on one."""
+"""Machine-learned interatomic potentials on many GPUs: everything public of alchemi's packages, in one import."""
 
-from alchemi_dist.batch import Batch
-from alchemi_dist.domain import Domain
-from alchemi_dist.lj import LennardJones
-from alchemi_dist.model import DistributedModel
-from alchemi_dist.registry import load_model
-from alchemi_dist.sharded import ShardedBatch
-from alchemi_dist.strain import differentiate
+from alchemi_domain import Batch, DistributedModel, Domain, ShardedBatch, differentiate, load_model
+from alchemi_dynamics import (
+    FIRE,
+    NPT,
+    NVE,
+    Checkpoint,
+    Hook,
+    Integrator,
+    Langevin,
+    NoseHooverChain,
+    Pace,
+    Report,
+    Simulation,
+    State,
+    Thermo,
+    TrajectoryWriter,
+    ZarrWriter,
+    load_checkpoint,
+    maxwell_boltzmann,
+    remove_drift,
+    rescale,
+    thermalize,
+)
+from alchemi_graphpart import GraphPartitionStrategy
+from alchemi_halo import HaloStrategy
+from alchemi_models_classical import LennardJones
 from alchemi_shardtensor import Comm, DomainConfig, RankPool, comm_from_environment
 
 __all__ = [
+    "FIRE",
+    "NPT",
+    "NVE",
     "Batch",
+    "Checkpoint",
     "Comm",
     "DistributedModel",
     "Domain",
     "DomainConfig",
+    "GraphPartitionStrategy",
+    "HaloStrategy",
+    "Hook",
+    "Integrator",
+    "Langevin",
     "LennardJones",
+    "NoseHooverChain",
+    "Pace",
     "RankPool",
+    "Report",
     "ShardedBatch",
+    "Simulation",
+    "State",
+    "Thermo",
+    "TrajectoryWriter",
+    "ZarrWriter",
     "comm_from_environment",
     "differentiate",
+    "load_checkpoint",
     "load_model",
+    "maxwell_boltzmann",
+    "remove_drift",
+    "rescale",
+    "thermalize",
 ]

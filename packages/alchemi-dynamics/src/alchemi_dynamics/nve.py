@@ -1,0 +1,41 @@
+"""The microcanonical ensemble."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from alchemi_dynamics.parameters import positive
+from alchemi_dynamics.state import State
+
+
+class NVE:
+    """Velocity Verlet (Swope et al., J. Chem. Phys. 76 (1982) 637), `timestep` in fs. No reduction in a step."""
+
+    outputs: tuple[str, ...] = ("energy", "forces")
+    conserves_momentum = True
+
+    def __init__(self, timestep: float) -> None:
+        self.timestep = positive("timestep", timestep, "fs", 1.0)
+
+    def start(self, state: State) -> None:
+        """There is nothing to prepare."""
+
+    def first_half(self, state: State) -> None:
+        """Half a kick, a drift."""
+        state.velocities += 0.5 * self.timestep * state.acceleration()
+        state.positions += self.timestep * state.velocities
+
+    def second_half(self, state: State) -> None:
+        """Half a kick."""
+        state.velocities += 0.5 * self.timestep * state.acceleration()
+
+    def conserved(self, state: State) -> Tensor:
+        """The total energy (B,) eV."""
+        return state.energy + state.kinetic_energy()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Nothing beside the state."""
+        return {}
+
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Nothing beside the state."""

@@ -1,0 +1,129 @@
+"""The whole of a moving system on rank 0, in ASE's units, for writers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from ase import Atoms
+from ase.calculators.singlepoint import SinglePointCalculator
+from ase.data import atomic_masses
+from ase.stress import full_3x3_to_voigt_6_stress
+from ase.units import fs
+from torch import Tensor
+
+from alchemi_domain.sharded_batch import ShardedBatch
+from alchemi_dynamics.simulation import Simulation
+
+Array = np.ndarray[Any, Any]
+
+
+def time_of(simulation: Simulation) -> float | None:
+    """The time in fs, or None where steps are not time, as in a relaxation."""
+    timestep = getattr(simulation.integrator, "timestep", None)
+    return simulation.state.step * timestep if isinstance(timestep, float) else None
+
+
+def on_host(tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
+    """A function that waits for these tensors as they are now, and copies them to the host: for another thread to call."""
+    ready = torch.cuda.Event() if any(t.is_cuda for t in tensors) else None
+    if ready is not None:
+        ready.record()
+
+    def copy() -> list[Array]:
+        if ready is not None:
+            ready.synchronize()
+        return [t.detach().cpu().numpy() for t in tensors]
+
+    return copy
+
+
+@dataclass(frozen=True, eq=False)
+class Static:
+    """What does not change in a run, in the batch's order: element numbers, systems and masses (N,), pbc (B, 3), charges."""
+
+    numbers: Array
+    batch: Array
+    masses: Array
+    pbc: Array
+    info: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def gathered(cls, batch: ShardedBatch) -> "Static":
+        """On rank 0; without atoms on the others. Every rank must call it."""
+        fields = batch.atomic_numbers, batch.batch, batch.carried["masses"]
+        numbers, systems, masses = (batch.gather(f, dst=0).cpu().numpy() for f in fields)
+        names = [name for name in ("charge", "spin") if name in batch.per_system]
+        info = [{name: batch.per_system[name][b].item() for name in names} for b in range(len(batch.cell))]
+        return cls(numbers, systems, masses, batch.pbc.cpu().numpy(), info)
+
+
+@dataclass(frozen=True, eq=False)
+class Frame:
+    """One system at one moment: positions Å, velocities Å/fs or None, forces eV/Å, energy eV, stress eV/Å^3 or None."""
+
+    step: int
+    time: float | None
+    numbers: Array
+    masses: Array
+    positions: Array
+    velocities: Array | None
+    forces: Array
+    energy: float
+    stress: Array | None
+    cell: Array
+    pbc: Array
+    info: dict[str, Any]
+
+    @property
+    def momenta(self) -> Array | None:
+        """In ASE's unit, amu Å / (Å sqrt(amu/eV))."""
+        return None if self.velocities is None else self.masses[:, None] * self.velocities / fs
+
+    @property
+    def own_masses(self) -> bool:
+        """Whether masses are other than the elements'."""
+        return not np.array_equal(self.masses, atomic_masses[self.numbers])
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """Step, time in fs, and what the file says of the system."""
+        return {"step": self.step, **({} if self.time is None else {"time": self.time}), **self.info}
+
+    def to_ase(self) -> Atoms:
+        """With energy, forces and stress in a calculator."""
+        masses = self.masses if self.own_masses else None
+        cell, momenta = self.cell, self.momenta
+        atoms = Atoms(self.numbers, self.positions, masses=masses, cell=cell, pbc=self.pbc, info=self.labels)
+        if momenta is not None:
+            atoms.set_momenta(momenta)
+        results: dict[str, Any] = {"energy": self.energy, "forces": self.forces}
+        if self.stress is not None:
+            results["stress"] = full_3x3_to_voigt_6_stress(self.stress)
+        atoms.calc = SinglePointCalculator(atoms, **results)
+        return atoms
+
+
+def snapshot(simulation: Simulation, static: Static, velocities: bool = True) -> Callable[[], list[Frame]]:
+    """A function that gives a frame for each system, for rank 0's thread to call; two messages. Every rank must call this."""
+    state, batch, time = simulation.state, simulation.domain.batch, time_of(simulation)
+    moving = [state.positions, state.forces] + [state.velocities] * velocities
+    rows = batch.gather(torch.cat(moving, 1), dst=0)
+    stress = [] if state.stress is None else [state.stress.clone()]
+    host = on_host([rows, state.cell.clone(), state.energy.clone(), *stress])
+    without = [reason is not None for reason in batch.why_no_stress()]
+
+    def frames(step: int = state.step) -> list[Frame]:
+        rows, cell, energy, *stress = host()
+        split = np.split(rows, rows.shape[1] // 3, axis=1)
+        made = []
+        for b in range(len(cell)):
+            of = static.batch == b
+            positions, forces, *moving = (part[of] for part in split)
+            tensor = stress[0][b] if stress and not without[b] else None
+            atoms = step, time, static.numbers[of], static.masses[of], positions, moving[0] if moving else None, forces
+            made.append(Frame(*atoms, float(energy[b]), tensor, cell[b], static.pbc[b], static.info[b]))
+        return made
+
+    return frames
