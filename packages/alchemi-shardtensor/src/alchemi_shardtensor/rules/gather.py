@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alchemi_shardtensor.moves import indexed
+from alchemi_shardtensor.row_dims import row_dim_after_indexing
 from alchemi_shardtensor.storage import own
 from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
 from alchemi_shardtensor.tensor import (
@@ -119,7 +119,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
     rows, local = shard.storage.reach(shard, input, first)
-    return _gathered(shard, rows[(local, *parts[1:])], input, first, indexed(first, input, index))
+    return _gathered(shard, rows[(local, *parts[1:])], input, first, row_dim_after_indexing(first, input, index))
 
 
 def _picked(shard: Shard, rows: Tensor, local: Tensor, index: ShardTensor) -> Tensor:
@@ -173,7 +173,7 @@ def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     if type(index) is ShardTensor:
         return _gathered(shard, input[index], input, index, index.row_dim)
     batch = next(i for i in indices(index) if getattr(i, "points_at", None) is SYSTEMS)
-    return _gathered(shard, input[index], input, batch, indexed(batch, input, index))
+    return _gathered(shard, input[index], input, batch, row_dim_after_indexing(batch, input, index))
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(SYSTEMS))

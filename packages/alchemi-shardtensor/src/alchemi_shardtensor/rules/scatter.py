@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.moves import row_part
+from alchemi_shardtensor.row_dims import index_of_rows
 from alchemi_shardtensor.rules.extreme import extremes
 from alchemi_shardtensor.storage import Target, own
 from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
@@ -210,7 +210,7 @@ def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
         return False
     if x.tag.rows in REPLICATED:
         return type(src) is ShardTensor and (src.tag.rows in SHARE or src.tag.rows is PARTIAL)
-    row = row_part(x, named["index"])
+    row = index_of_rows(x, named["index"])
     known = type(row) is ShardTensor and row.tag.rows not in (None, LOST)
     return not (known or row == slice(None) or (isinstance(row, Tensor) and row.dtype == torch.bool))
 
