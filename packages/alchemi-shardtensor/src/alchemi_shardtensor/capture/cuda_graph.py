@@ -16,7 +16,7 @@ WARMUP_CALLS = 5
 
 
 class SideStream:
-    """A stream of its own and memory for steps that are captured: they share it, as they run one after another."""
+    """A side stream and a memory pool for captured steps, which share them, as they run one after another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_cuda = device, device.type == "cuda"
@@ -24,7 +24,7 @@ class SideStream:
         self.pool = torch.cuda.graph_pool_handle() if self.on_cuda else None
 
     def __call__(self, step: Callable[[], T]) -> T:
-        """Run a step on the stream, in turn with what is on the current one."""
+        """Run a step on the side stream, after the work on the current one and before what follows there."""
         if self.stream is None:
             return step()
         current = torch.cuda.current_stream()

@@ -79,7 +79,7 @@ def compile_step(
 
 
 def _forget_fusions(model: nn.Module | None) -> None:
-    """Have TorchScript plan anew what it runs: a plan made in earlier calls is kept whatever is asked for."""
+    """Drop TorchScript's execution plans of earlier calls, which it would keep whatever is asked for."""
     parts = [m._c for m in model.modules() if isinstance(m, torch.jit.ScriptModule)] if model is not None else []
     functions: Any = torch.jit._state._python_cu
     for script in (*functions.get_functions(), *(part._get_method(name) for part in parts for name in part._method_names())):
@@ -231,11 +231,11 @@ class _Trace(TorchDispatchMode):
         if blank and func._schema.is_mutable:
             self.blank -= blank
         elif blank and not _reads_shape_alone(func):
-            _refuse("a kernel that torch cannot trace has filled what is read")
+            _refuse("memory is read that a kernel which torch cannot trace has filled")
 
 
 def _check(func: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what waits for the device, or makes tensors whose size depends on values."""
+    """Refuse host syncs, and tensors whose size depends on values."""
     if torch.Tag.data_dependent_output in func.tags:
         _refuse(f"{func} takes a value to the host")
     if torch.Tag.dynamic_output_shape in func.tags and not _has_known_size(func, args, kwargs):
@@ -306,5 +306,5 @@ def _named(t: Tensor, parts: Mapping[Any, fx.Proxy]) -> fx.Proxy:
     whole = next((proxy for part, proxy in parts.items() if part[0] == t.dtype and not any(part[4:])), None)
     if whole is None or t.is_conj() or t.is_neg():
         _refuse(f"a tensor of {t.dtype} aliases one of another type")
-    place = list(t.shape), list(t.stride()), t.storage_offset()
-    return _tracer().create_proxy("call_function", _ATEN.as_strided.default, (whole, *place), {})  # type: ignore[no-any-return]
+    view = list(t.shape), list(t.stride()), t.storage_offset()
+    return _tracer().create_proxy("call_function", _ATEN.as_strided.default, (whole, *view), {})  # type: ignore[no-any-return]

@@ -29,7 +29,7 @@ def sharded(spec: DistributionSpec) -> HandlerTable:
 
 
 def graph_parallel(spec: DistributionSpec) -> HandlerTable:
-    """Rows the model sees: owned, and of what is replicated all; an exchange or an all-gather fetches them."""
+    """Rows the model sees: owned, and all rows of replicated tensors; an exchange or an all-gather fetches remote rows."""
     assert isinstance(spec.policy, GraphParallelPolicy)
     built = spec.policy.geometry == "replicated"
     return _layout(spec, Storage(collective=spec.policy.collective, global_ids=built, all_positions=built))

@@ -1,4 +1,4 @@
-"""Which handlers serve a policy: entry points `alchemi.layouts`, ours and anybody's, by the policy's kind."""
+"""Which handlers serve a policy: entry points `alchemi.layouts`, by the policy's kind."""
 
 from dataclasses import replace
 from importlib.metadata import entry_points

@@ -39,7 +39,7 @@ from alchemi_spec import (
 
 
 def wrap_custom_op(adapter: OpAdapter) -> Rule:
-    """A rule that puts the adapter's transforms around its operator; idle while none of that name is registered.
+    """A rule that puts the adapter's transforms around its operator, if one of that name is registered.
 
     The operator itself sees plain tensors. What no transform is declared for goes in as it is and comes out as rows of
     which nothing is known.
@@ -83,14 +83,14 @@ def _called(
     full = any(isinstance(t, GatherInputsFull) for t in transforms.values())
     tagged: list[TaggedTensor] = []
     find_tagged(named.values(), tagged)
-    shared = [t for t in tagged if t.rows in SHARDED]
+    sharded = [t for t in tagged if t.rows in SHARDED]
     given = {name: _into(shard, transforms.get(name), value) for name, value in named.items()}
     result = op(**given)
     if isinstance(result, dict):
-        return {key: _out(shard, adapter.output_transforms.get(key), value, full, shared) for key, value in result.items()}
+        return {key: _out(shard, adapter.output_transforms.get(key), value, full, sharded) for key, value in result.items()}
     if isinstance(result, (tuple, list)):
-        return tuple(_out(shard, adapter.output_transforms.get(i), value, full, shared) for i, value in enumerate(result))
-    return _out(shard, adapter.output_transforms.get(0), result, full, shared)
+        return tuple(_out(shard, adapter.output_transforms.get(i), value, full, sharded) for i, value in enumerate(result))
+    return _out(shard, adapter.output_transforms.get(0), result, full, sharded)
 
 
 def _into(shard: Shard, transform: Any, value: Any) -> Any:
@@ -120,7 +120,7 @@ def _owned(shard: Shard, value: Tensor) -> Tensor:
     return mine
 
 
-def _out(shard: Shard, transform: Any, value: Any, full: bool, shared: Sequence[TaggedTensor]) -> Any:
+def _out(shard: Shard, transform: Any, value: Any, full: bool, sharded: Sequence[TaggedTensor]) -> Any:
     """A result with its transform done, and what its rows then are."""
     if not isinstance(value, Tensor):
         return value
@@ -135,9 +135,9 @@ def _out(shard: Shard, transform: Any, value: Any, full: bool, shared: Sequence[
         mine = value.index_select(0, shard.ids[: shard.n_owned]) if full else value[: shard.n_owned]
         return tag_in_place(mine, shard, OWNED)
     if isinstance(transform, SameRows):
-        kinds = {t.rows for t in shared if not t.row_dim and t.shape[:1] == value.shape[:1]}
+        kinds = {t.rows for t in sharded if not t.row_dim and t.shape[:1] == value.shape[:1]}
         return tag_in_place(value, shard, kinds.pop() if len(kinds) == 1 else LOST)
-    if shared:
+    if sharded:
         return tag(value, shard, LOST)
     replicated = shard.storage.replicated and value.shape[:1] == (shard.n_owned,)
     return tag(value, shard, GLOBAL if replicated else SYSTEM)

@@ -1,4 +1,4 @@
-"""Counts, and what is laid out by them: how often an index names a row, and which rows it names at all."""
+"""Counts: how often an index names each row, which rows it names, and rows repeated by such counts."""
 
 from math import inf, nan
 from typing import Any, cast
@@ -57,7 +57,7 @@ def _counts(shard: Shard, index: TaggedTensor, weights: Tensor | None, n: int) -
 
 
 def _remember(counts: TaggedTensor, index: TaggedTensor) -> None:
-    """Batches and receivers ascend, so that what is laid out by their counts is what they read."""
+    """Remember the index of these counts. It ascends, so rows repeated by the counts are rows read by the index."""
     counts.shard.cache.of(counts).counted = Counted(counts._version, plain(index), index.tag)
 
 
@@ -118,22 +118,22 @@ def systems_present(
     return_counts: bool = False,
     dim: int | None = None,
 ) -> Any:
-    """Of batch (N,): the systems that have atoms on any rank (B',), each atom's place among them (N,), their counts (B',)."""
+    """Of batch (N,): the systems that have atoms on any rank (B',), each atom's number among them (N,), their counts (B',)."""
     counts = plain(count_per_system.handler(shard, op, input))
     present = (counts > 0).nonzero().flatten()
-    place = tag_in_place(((counts > 0).long().cumsum(0) - 1)[input], shard, input.rows, SYSTEMS, row_dim=input.row_dim)
+    position = tag_in_place(((counts > 0).long().cumsum(0) - 1)[input], shard, input.rows, SYSTEMS, row_dim=input.row_dim)
     found: list[Tensor] = [tag_in_place(present, shard, SYSTEM, SYSTEMS)]
     if return_inverse:
-        found.append(place)
+        found.append(position)
     if return_counts:
         found.append(tag_in_place(counts[present], shard, SYSTEM))
-        _remember(cast(TaggedTensor, found[-1]), place)
+        _remember(cast(TaggedTensor, found[-1]), position)
     return tuple(found) if len(found) > 1 else found[0]
 
 
 @handles(Tensor.unique, torch.unique, Tensor.unique_consecutive, torch.unique_consecutive, when=_points(NODES))
 def nodes_named(shard: Shard, op: Any, input: TaggedTensor, **how: Any) -> Any:
-    """Of an index (E,): the atoms that it names on this rank; each edge's place among them, for use on this rank only."""
+    """Of an index (E,): the atoms that it names on this rank; each edge's position among them, for use on this rank only."""
     found = op(input, **how)
     values, *rest = found if isinstance(found, tuple) else (found,)
     end = input.end if not isinstance(input.end, tuple) else None

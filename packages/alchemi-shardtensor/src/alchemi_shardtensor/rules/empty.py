@@ -1,4 +1,4 @@
-"""Ranks without atoms: forms that torch finds ambiguous with no rows, though every other rank's rows say what is meant."""
+"""Ranks without atoms: shapes with -1 that torch cannot resolve where there are no rows."""
 
 from math import prod
 from typing import Any

@@ -94,7 +94,7 @@ def holds_all_rows(shard: Shard, x: Tensor) -> bool:
     as_many = len(x) == len(owners.rank)
     if max(owners.counts) < len(owners.rank):
         return as_many
-    # a rank that owns all atoms cannot tell its own rows from everybody's: they are everybody's if all ranks have as many
+    # a rank that owns all atoms cannot tell its own rows from all ranks': they are all ranks' if each has as many
     return bool(shard.comm.all_reduce(torch.tensor(as_many), "min"))
 
 

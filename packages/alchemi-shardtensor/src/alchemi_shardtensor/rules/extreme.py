@@ -11,7 +11,7 @@ def extremes(
 ) -> Tensor:
     """The extreme of what `index` adds to each row and (`include_self`) what was there; where nothing is added, the latter.
 
-    The value is found without a graph; a mean over all that attain it, less itself, brings the gradient.
+    The value is found without a graph; adding a mean over all that attain it, less itself, gives it the gradient.
     """
     zeros = target.zeros(input, dim).to(input.dtype)
     found = torch.full_like(zeros, _worst(input.dtype, op)).scatter_reduce(dim, index, src.detach(), op)

@@ -111,7 +111,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
 
 
 def _picked(shard: Shard, rows: Tensor, local: Tensor, index: TaggedTensor) -> Tensor:
-    """rows[local], by what has the cheapest adjoint: that of indexing sorts the index on CUDA."""
+    """rows[local], by the operation with the cheapest adjoint: indexing's sorts the index on CUDA."""
     if index.tag.end is None and not shard.storage.global_ids and shard.cache.known(index).names_all_rows:
         return rows.clone()
     return rows.index_select(0, local) if local.ndim == 1 and local.dtype in (torch.int64, torch.int32) else rows[local]
@@ -167,8 +167,8 @@ def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
 @handles(*_SELECTS, *_GATHERS, when=points_at(SYSTEMS))
 def select_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **rest: Any) -> Tensor:
     """Per-system values (B, *F), batch (N,) -> (N, *F)."""
-    place = index.row_dim if op in _GATHERS else dim % max(input.ndim, 1)
-    return _gathered(shard, op(input, dim, index, **rest), input, index, place)
+    row_dim = index.row_dim if op in _GATHERS else dim % max(input.ndim, 1)
+    return _gathered(shard, op(input, dim, index, **rest), input, index, row_dim)
 
 
 @handles(*_TAKES, when=points_at(SYSTEMS))
@@ -178,7 +178,7 @@ def take_systems(shard: Shard, op: Any, input: Tensor, index: Any, dim: int | No
 
 
 def _gathered(shard: Shard, result: Tensor, source: Tensor, index: TaggedTensor, row_dim: int | None) -> Tensor:
-    """Rows are the index's; what the source pointed at, its rows still point at."""
+    """Tag what was gathered: its rows are the index's, and values that are indices still point at the same."""
     mark = source.tag if isinstance(source, TaggedTensor) else None
     if mark is not None and mark.rows is PARTIAL:
         raise MissingHandler(
@@ -210,7 +210,7 @@ def _largest(shard: Shard, input: TaggedTensor) -> Tensor:
 
 @handles(Tensor.max, torch.max, Tensor.amax, torch.amax, when=_max_of_index)
 def largest_index(shard: Shard, op: Any, input: TaggedTensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
+    """`index.max() + 1` is how many rows a model should make: all that may be pointed at, whatever this rank's edges are."""
     largest = _largest(shard, input)
     largest = largest[None] if keepdim and input.ndim == 1 else largest
     return largest if dim is None or "amax" in op.__name__ else torch.return_types.max((largest, input.argmax(dim, keepdim)))

@@ -1,4 +1,4 @@
-"""Reductions over rows of which each rank holds a share: the global result, or a refusal that names the fix."""
+"""Reductions over rows that are split over ranks: the global result, or an error that names the fix."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ _REFUSED += (Tensor.cumsum_, Tensor.cumprod_)
 
 
 def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
-    """The reduction runs over the rows of a tensor of which each rank holds a share."""
+    """Whether the reduction runs over rows that are split over ranks."""
     x = named.get("input")
     if not isinstance(x, TaggedTensor) or x.tag.rows not in SHARDED or x.tag.points_at is not None or "other" in named:
         return False
@@ -40,7 +40,7 @@ def over_rows(shard: Shard, named: dict[str, Any]) -> bool:
 
 
 def reduces(*ops: Any, when: Any = over_rows, rows: Any = SYSTEM) -> Callable[[Callable[..., Any]], Rule]:
-    """`handles`, where it is known which rows they are, and that each is on one rank or known as a ghost; else `refuse`."""
+    """`handles`, but refuses rows that are not known, and edges that several ranks hold."""
 
     def decorate(handler: Callable[..., Any]) -> Rule:
         @functools.wraps(handler)
@@ -141,7 +141,7 @@ def extreme_over_rows(shard: Shard, op: Any, input: TaggedTensor, dim: Any = Non
 
 
 def _best(shard: Shard, name: str, mine: Tensor, dims: tuple[int, ...]) -> Tensor:
-    """The extreme over all ranks' rows, with dims kept and no gradient; a rank without rows has no say."""
+    """The extreme over all ranks' rows, with dims kept and no gradient; a rank without rows does not count."""
     limits = torch.finfo(mine.dtype) if mine.is_floating_point() else torch.iinfo(mine.dtype)
     worst = limits.min if name == "amax" else limits.max
     shape = [1 if d in dims else n for d, n in enumerate(mine.shape)]
@@ -166,7 +166,7 @@ def logsumexp_over_rows(shard: Shard, op: Any, input: TaggedTensor, dim: Any = N
 
 @reduces(*_both("softmax", "log_softmax"), F.softmax, F.log_softmax, rows=None)
 def softmax_over_rows(shard: Shard, op: Any, input: TaggedTensor, dim: int, dtype: Any = None, **_: Any) -> Tensor:
-    """(n_owned, *F) or (E, *F) -> each row's share of the sum of exponentials over all ranks' rows; or its logarithm."""
+    """(n_owned, *F) or (E, *F) -> each row's exponential over the sum of all ranks' exponentials; or its logarithm."""
     x = input if dtype is None else tag_in_place(input.to(dtype), shard, input.rows, row_dim=input.row_dim)
     result = x - logsumexp_over_rows.handler(shard, op, x, dim, keepdim=True)
     return tag_in_place(result if "log" in op.__name__ else result.exp(), shard, input.rows, row_dim=input.row_dim)
@@ -187,7 +187,7 @@ def truth_over_rows(shard: Shard, op: Any, input: TaggedTensor, **how: Any) -> T
 
 @handles(*_REFUSED, when=over_rows)
 def refuse(shard: Shard, op: Any, input: TaggedTensor, dim: Any = None, **rest: Any) -> Tensor:
-    """No result on a slice would be the whole's."""
+    """Refuse a reduction that has no global form."""
     kind = "edges" if input.rows is EDGE else "rows" if input.rows is LOST else "atoms"
     raise MissingHandler(
         f"{op.__name__} over this rank's {kind}, {tuple(input.shape)} with the {kind} along dim {input.row_dim}, would be one "
@@ -204,9 +204,9 @@ def _mixes(shard: Shard, named: dict[str, Any]) -> bool:
 
 @handles(F.batch_norm, F.scaled_dot_product_attention, when=_mixes)
 def refuse_mixing(shard: Shard, op: Any, **named: Any) -> Tensor:
-    """Statistics over, or attention among, the rows of a share would be of the share only."""
+    """Refuse statistics over, and attention among, rows that are split over ranks."""
     raise MissingHandler(
-        f"{op.__name__} mixes rows of which this rank has a share.\n"
+        f"{op.__name__} mixes rows that are split over ranks: it would see this rank's only.\n"
         f"Normalise over features (layer_norm), attend along edges, or register a handler for this form."
     )
 

@@ -1,4 +1,4 @@
-"""Adding into other rows. In place stays in place: the accumulator itself holds the result and its tag."""
+"""Scatters: adding to rows through an index. In-place forms write into the accumulator itself, and tag it."""
 
 from typing import Any
 
@@ -55,7 +55,7 @@ def to_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: TaggedTens
 def _without_ghosts(
     shard: Shard, op: Any, target: ScatterTarget, index: TaggedTensor, src: Tensor, dim: int
 ) -> tuple[ScatterTarget, Tensor]:
-    """What is added, and where, of the rows that count on this rank."""
+    """Leave out ghosts' rows, which count on the ranks that own them."""
     if not shard.storage.padded:
         return target, src
     if has_ghost_rows(index):
@@ -107,7 +107,7 @@ def _added(
         result = _means(target, input, dim, index, src, reduce, include_self)
     else:
         raise MissingHandler(
-            f"{op.__name__} with reduce={reduce!r} over rows that several ranks share.\n"
+            f"{op.__name__} with reduce={reduce!r} over rows that several ranks add to.\n"
             f"Sums, means, amax and amin are combined over ranks; or register a handler for this form."
         )
     return tag_in_place(input.copy_(result), shard, target.rows)
@@ -116,8 +116,8 @@ def _added(
 def _known(op: Any, src: Any) -> None:
     if isinstance(src, TaggedTensor) and src.tag.rows is LOST:
         raise MissingHandler(
-            f"{op.__name__} of values {tuple(src.shape)} of which it is not known whose they are: what made them may mix or "
-            f"move rows.\nMake per-atom and per-edge values row by row, or register a handler for it."
+            f"{op.__name__} of values {tuple(src.shape)}, but it is not known which atoms or edges they belong to: what made "
+            f"them may mix or move rows.\nMake per-atom and per-edge values row by row, or register a handler for it."
         )
 
 
@@ -192,7 +192,7 @@ def _reaches_others(shard: Shard, named: dict[str, Any]) -> bool:
 
 @handles(*_WRITES, when=_reaches_others)
 def refuse_writes(shard: Shard, op: Any, **named: Any) -> Tensor:
-    """A write through an index that reaches other ranks' rows would stay on this rank."""
+    """Refuse writes through an index that names other ranks' rows: they would stay on this rank."""
     raise MissingHandler(
         f"{op.__name__} through an index that points at other ranks' rows, or at systems that they have atoms of.\n"
         f"Add with index_add_ or scatter_add_, whose sums are combined over ranks, or register a handler for this form."
@@ -201,14 +201,14 @@ def refuse_writes(shard: Shard, op: Any, **named: Any) -> Tensor:
 
 @handles(Tensor.__setitem__, when=lambda shard, named: not isinstance(named["input"], TaggedTensor))
 def write_into_plain(shard: Shard, op: Any, input: Tensor, index: Any, src: Any) -> None:
-    """A plain tensor that is filled from a share is a share, too; of which rows is not known."""
+    """Tag a plain tensor that is filled from this rank's rows: it then depends on them, on which is not known."""
     input[index] = src
     held = [t.tag.rows for t in (src, *indices(index)) if isinstance(t, TaggedTensor)]
     tag_in_place(input, shard, SYSTEM if all(rows in REPLICATED for rows in held) else LOST)
 
 
 def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
-    """Rows that are the first, or any, of each rank; or one rank's values into what is the same on all."""
+    """Whether rows are written by numbers, which name other atoms on each rank; or one rank's values into replicated rows."""
     x, src = named["input"], named.get("src")
     if not isinstance(x, TaggedTensor) or x.tag.rows not in (*SHARDED, *REPLICATED) or x.tag.rows is LOST:
         return False
@@ -221,7 +221,7 @@ def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
 
 @handles(Tensor.__setitem__, when=_writes_unknown_rows)
 def refuse_unknown_rows(shard: Shard, op: Any, input: TaggedTensor, index: Any, src: Any) -> None:
-    """`h[0] = 0` would be the first row of each rank."""
+    """Refuse writes such as `h[0] = 0`, which would change the first row of each rank."""
     raise MissingHandler(
         f"a write into some of {input.rows} rows, {tuple(input.shape)}, by numbers or slices, or of one rank's values into "
         f"what all have alike, would be another write on each rank.\n"
@@ -231,7 +231,7 @@ def refuse_unknown_rows(shard: Shard, op: Any, input: TaggedTensor, index: Any, 
 
 @handles(Tensor.__setitem__, when=lambda shard, named: getattr(named["input"], "rows", None) is PADDED)
 def write_into_padded(shard: Shard, op: Any, input: TaggedTensor, index: Any, src: Any) -> None:
-    """Owned rows change, and their copies on other ranks do not."""
+    """Write, and mark the ghosts as stale: the copies of owned rows on other ranks do not change."""
     input[index] = src
     tag_in_place(input, shard, STALE, input.points_at, input.end, input.row_dim)
 

@@ -1,4 +1,4 @@
-"""Storage: how rows are reached, and what is remembered of them."""
+"""Storage: how the rows of a layout are reached, and the cache of a shard."""
 
 from alchemi_shardtensor.storage.cache import (
     Counted,

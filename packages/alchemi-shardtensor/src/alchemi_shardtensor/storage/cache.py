@@ -1,4 +1,4 @@
-"""What a shard remembers between operations. All of it is here, and nothing of it hangs on a tensor.
+"""The cache of a shard: all that it remembers between operations. Nothing is kept in attributes of tensors.
 
 Entries decide whether ranks communicate, so each must be there on all ranks or on none. They are: an entry is made by an
 operation that every rank runs, and is dropped when a tensor that every rank has is changed or freed. No entry is found by an
@@ -86,10 +86,10 @@ class ShardCache:
     """What is known of a shard, and of its tensors.
 
     `ids` (n_owned + n_ghost,): global ids of the rows that local indices count. `counts`: how many atoms each rank owns.
-    `systems` (n_owned + n_ghost,): each row's system. `prefetched`: ghost rows that were fetched ahead of the gather that
-    reads them, and of what. `has_global_rows`: some tensor holds all atoms. `backward_passes`: how many there have been.
-    `tracked`: how many collectives this rank had to repeat in backward passes when the shard was made. `events`: what has
-    fired, while `trace` is open.
+    `systems` (n_owned + n_ghost,): each row's system. `prefetched`: ghost rows that were fetched before a gather reads
+    them, and the rows they belong to. `has_global_rows`: some tensor holds all atoms. `backward_passes`: how many there have been.
+    `tracked`: how many collectives this rank had to repeat in backward passes when the shard was made. `events`: the operations on
+    its tensors, while `trace` is open.
     """
 
     ids: Tensor | None = None

@@ -1,4 +1,4 @@
-"""What ranks do together, each beside its adjoint, differentiable as often as one likes. Every rank must enter each.
+"""Collectives, each beside its adjoint, differentiable any number of times. Every rank must enter each.
 
 The convention: the gradient of a replicated value is a partial sum; it is summed over ranks once, at the boundary.
 """
@@ -145,17 +145,17 @@ class ExtremeOverRanks(torch.autograd.Function):
     def forward(ctx: Any, mine: Tensor, comm: Comm, op: Literal["max", "min"]) -> Tensor:
         """Compare over ranks."""
         extreme = comm.all_reduce(mine, op)
-        ctx.comm, ctx.share = comm, None
+        ctx.comm, ctx.weight = comm, None
         if ctx.needs_input_grad[0]:
             comm.traffic.tracked += 1
             holds = (mine == extreme).to(mine.dtype)
-            ctx.share = holds / comm.all_reduce(holds).clamp(min=1)
+            ctx.weight = holds / comm.all_reduce(holds).clamp(min=1)
         return extreme
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Send the gradient to the ranks that hold the extreme."""
-        return sum_over_ranks(grad, ctx.comm) * ctx.share, None, None
+        return sum_over_ranks(grad, ctx.comm) * ctx.weight, None, None
 
 
 def sum_over_ranks(partial: Tensor, comm: Comm) -> Tensor:

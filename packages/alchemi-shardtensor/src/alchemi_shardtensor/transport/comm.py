@@ -1,4 +1,4 @@
-"""Ranks talk through a `Comm` and through nothing else; with nothing to carry its tensors it is a world of one."""
+"""`Comm`: the ranks, and every collective between them. Without a process group it is a world of one."""
 
 import pickle
 import traceback
@@ -19,8 +19,8 @@ from alchemi_spec import AlchemiError, RankFailure
 class Traffic:
     """What a rank has sent: calls of each kind, and the bytes of its own rows in exchanges and reverses.
 
-    `messages`: to how many peers these went. `host_syncs`: how often it waited for its device, where `testing.count_traffic`
-    counts that. `tracked`: collectives that a backward pass has to repeat.
+    `messages`: to how many peers these went. `host_syncs`: how many host syncs there were, where `testing.count_traffic`
+    counts them. `tracked`: collectives that a backward pass has to repeat.
     """
 
     exchanges: int = 0
@@ -34,7 +34,7 @@ class Traffic:
 
 @dataclass(frozen=True, eq=False)
 class Comm:
-    """Ranks, this one's place among them and the device it computes on. `Comm()` is a world of one.
+    """The ranks, the number of this one, and the device it computes on. `Comm()` is a world of one.
 
     `group`: a process group, or another transport (`mpi_comm` makes one over MPI).
     """
@@ -126,7 +126,7 @@ class Comm:
 
 
 def _outbound(t: Tensor, transport: Transport) -> Tensor:
-    """The tensor as the transport can carry it: contiguous, not bool, through the host where it must."""
+    """The tensor as the transport can send it: contiguous, not bool, on the host if it has to be."""
     t = t.view(torch.uint8) if t.dtype == torch.bool else t
     return t.detach().to(transport.carrier(t.device)).resolve_conj().resolve_neg().contiguous()
 

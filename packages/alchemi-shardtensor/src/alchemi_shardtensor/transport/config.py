@@ -1,4 +1,4 @@
-"""How a model is to be spread: the choices that a user makes, apart from what the model declares."""
+"""How a model is distributed: the choices that a user makes, beside what the model declares."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -14,13 +14,13 @@ MODES = get_args(Mode)
 
 @dataclass(frozen=True)
 class DomainConfig:
-    """The ranks to use, the strategy that shares the atoms out among them, and how steps are run.
+    """The ranks to use, the strategy that distributes the atoms over them, and how steps are run.
 
     `comm`: the ranks; default a world of one. `strategy`: the name of an entry point in `alchemi.strategies`, or such an
     object, as `HaloStrategy(cuts="grid", shape=(2, 2, 1))`.
 
-    `compile`: `capture` makes the steps of a domain on tensors of fixed size, on CUDA in one graph; `inductor` compiles
-    them first; `off` is eager; `auto` is what the model wants, by default `capture` on CUDA and `off` on the CPU.
+    `compile`: `capture` runs the steps of a domain on tensors of fixed size, on CUDA in CUDA graphs; `inductor` compiles
+    them first; `off` is eager; `auto` is the model's choice, by default `capture` on CUDA and `off` on the CPU.
 
     `wire`: a narrower type of floats in which exchanges send features, `torch.float32` or `torch.bfloat16`. Off by default.
     Rows of three numbers, which may be coordinates, are sent as they are. SevenNet-0's forces change by 5e-4 in bfloat16.
@@ -32,10 +32,10 @@ class DomainConfig:
     wire: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what is no mode or no type of floats.
+        """Check the mode and the dtype.
 
         Raises:
-            SpecError: saying what is.
+            SpecError: listing the modes, or the dtypes.
 
         """
         if self.compile not in MODES:

@@ -276,7 +276,7 @@ def _serve(rank: int, size: int, kind: str, store: str, connection: Connection) 
             answer = cloudpickle.dumps(("error", _noted(error, rank, size)))
         try:
             connection.send_bytes(answer)
-        except OSError:  # nobody waits for it any more
+        except OSError:  # the parent has closed the connection
             return
 
 

@@ -1,4 +1,4 @@
-"""What carries tensors from rank to rank: the protocol, and torch's process groups behind it. `mpi.py` is the other one."""
+"""The transport of tensors between ranks: the protocol, and torch's process groups behind it. `mpi.py` is the other one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Transport(Protocol):
         """How many ranks there are."""
 
     def carrier(self, device: torch.device, /) -> torch.device:
-        """Where a tensor of `device` has to be to be carried."""
+        """The device that tensors of `device` have to be on to be sent."""
 
     def all_to_all(self, out: Tensor, rows: Tensor, receive: Sequence[int], send: Sequence[int]) -> None:
         """Rows (sum(send), *F), grouped by destination -> `out` (sum(receive), *F), grouped by source."""

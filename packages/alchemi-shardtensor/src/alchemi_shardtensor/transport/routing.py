@@ -31,13 +31,13 @@ class Owners:
 
         """
         counts = comm.all_gather(torch.tensor(len(ids))).tolist()
-        everyone = all_gather_rows(ids, counts, comm)
+        gathered = all_gather_rows(ids, counts, comm)
         rows = torch.cat([torch.arange(n) for n in counts]).to(ids.device)
         ranks = torch.repeat_interleave(torch.arange(comm.size), torch.tensor(counts)).to(ids.device)
-        order = torch.argsort(everyone)
-        if not torch.equal(everyone[order], torch.arange(len(everyone), device=ids.device)):
+        order = torch.argsort(gathered)
+        if not torch.equal(gathered[order], torch.arange(len(gathered), device=ids.device)):
             raise ValueError(
-                f"each of the ids 0 ... {len(everyone) - 1} must be owned by one rank, once: {counts} rows are owned"
+                f"each of the ids 0 ... {len(gathered) - 1} must be owned by one rank, once: {counts} rows are owned"
             )
         return cls(comm, ranks[order], rows[order], tuple(counts))
 
@@ -166,10 +166,10 @@ class Routing:
         if self.gather_row is not None:
             return tuple(self._scattered(ghosts) for ghosts in fields)
         sent = map(self._narrowed, fields)
-        home = AllToAllRows.apply(self.comm, self.recv_splits, self.send_splits, True, *sent)  # type: ignore[no-untyped-call]
+        received = AllToAllRows.apply(self.comm, self.recv_splits, self.send_splits, True, *sent)  # type: ignore[no-untyped-call]
         return tuple(
-            f.new_zeros(self.n_owned, *f.shape[1:]).index_add(0, self.send, h.to(f.dtype))
-            for f, h in zip(fields, home, strict=True)
+            f.new_zeros(self.n_owned, *f.shape[1:]).index_add(0, self.send, r.to(f.dtype))
+            for f, r in zip(fields, received, strict=True)
         )
 
     def _narrowed(self, rows: Tensor) -> Tensor:
@@ -181,8 +181,8 @@ class Routing:
         return all_gather_rows(owned, self.counts, self.comm).index_select(0, self.gather_row)  # type: ignore[arg-type]
 
     def _scattered(self, ghosts: Tensor) -> Tensor:
-        everyone = ghosts.new_zeros(sum(self.counts), *ghosts.shape[1:]).index_add(0, self.gather_row, ghosts)  # type: ignore[arg-type]
-        return reduce_scatter_rows(everyone, self.counts, self.comm)
+        table = ghosts.new_zeros(sum(self.counts), *ghosts.shape[1:]).index_add(0, self.gather_row, ghosts)  # type: ignore[arg-type]
+        return reduce_scatter_rows(table, self.counts, self.comm)
 
     def with_ghosts(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F); alone, the owned rows are all."""
@@ -232,10 +232,10 @@ class Edges(NamedTuple):
         with routing.comm.agreement():
             rows = torch.tensor([routing.n_owned + routing.n_ghost, routing.n_owned])
             edges = torch.cat([edge_index.T.to(shifts.dtype), shifts], dim=1)
-            _, place, count = torch.unique(edges, dim=0, return_inverse=True, return_counts=True)
+            _, group, count = torch.unique(edges, dim=0, return_inverse=True, return_counts=True)
             faults = {
                 f"names a row beyond {rows.tolist()}": ((edge_index < 0) | (edge_index >= rows[:, None])).any(0),
-                "is listed twice, and would count twice": count[place] > 1,
+                "is listed twice, and would count twice": count[group] > 1,
             }
             for why, wrong in faults.items():
                 if wrong.any():
