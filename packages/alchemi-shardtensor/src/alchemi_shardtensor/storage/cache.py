@@ -87,9 +87,9 @@ class ShardCache:
 
     `ids` (n_owned + n_ghost,): global ids of the rows that local indices count. `counts`: how many atoms each rank owns.
     `systems` (n_owned + n_ghost,): each row's system. `prefetched`: ghost rows that were fetched before a gather reads
-    them, and the rows they belong to. `has_global_rows`: some tensor holds all atoms. `backward_passes`: how many there have been.
-    `tracked`: how many collectives this rank had to repeat in backward passes when the shard was made. `events`: the operations on
-    its tensors, while `trace` is open.
+    them, and the rows they belong to. `has_global_rows`: some tensor holds all atoms. `backward_passes`: their number so
+    far. `tracked`: how many collectives this rank had to repeat in backward passes when the shard was made. `events`: the
+    operations on its tensors, while `trace` is open.
     """
 
     ids: Tensor | None = None
