@@ -34,10 +34,6 @@ ABSENT = {
     "alchemi-dynamics": ("typer", "rich"),
     "alchemi-spec": ("torch", "numpy"),
 }
-    "alchemi-domain": ("typer", "rich", "zarr"),
-    "alchemi-dynamics": ("typer", "rich"),
-    "alchemi-spec": ("torch", "numpy"),
-}
 """What a package must not bring into a bare environment."""
 ALONE = """
 import importlib, importlib.util, sys
