@@ -46,6 +46,7 @@ def lint(session: nox.Session) -> None:
     in_workspace(session, "ruff", "check", ".")
     in_workspace(session, "ruff", "format", "--check", ".")
     in_workspace(session, "lint-imports")
+    in_workspace(session, "python", "tools/layers.py")
 
 
 @nox.session(venv_backend="none")

@@ -3,10 +3,12 @@
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.storage import Extreme, Target
+from alchemi_shardtensor.rules.exchange import Extreme, ScatterTarget
 
 
-def extremes(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor, op: Extreme, include_self: bool) -> Tensor:
+def extremes(
+    target: ScatterTarget, input: Tensor, dim: int, index: Tensor, src: Tensor, op: Extreme, include_self: bool
+) -> Tensor:
     """The extreme of what `index` adds to each row and (`include_self`) what was there; where nothing is added, the latter.
 
     The value is found without a graph; a mean over all that attain it, less itself, brings the gradient.
@@ -17,10 +19,10 @@ def extremes(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor
     before = input.detach()
     if include_self:
         best = torch.maximum(best, before) if op == "amax" else torch.minimum(best, before)
-    holds = src == target.spread(best).gather(dim, index)
+    holds = src == target.broadcast_back(best).gather(dim, index)
 
     def total(values: Tensor) -> Tensor:
-        return target.total(zeros.scatter_add(dim, index, values))
+        return target.sum(zeros.scatter_add(dim, index, values))
 
     count = total(holds.to(input.dtype))
     here = (before == best) if include_self else (count == 0)

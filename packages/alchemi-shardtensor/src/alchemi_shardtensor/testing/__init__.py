@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.comm import Comm, Traffic
-from alchemi_shardtensor.waits import HostWaits
+from alchemi_shardtensor.capture.host_sync import HostSyncDetector
+from alchemi_shardtensor.transport import Comm, Traffic
 
 EXACT = 1e-12
 """Round-off of float64 sums in another order."""
@@ -157,8 +157,8 @@ def count_traffic(comm: Comm) -> Iterator[Traffic]:
     them: `item`, `bool`, `nonzero`, boolean masks, `unique` and the like. `tolist` and `numpy` are seen on CUDA only.
     """
     before, counted = asdict(comm.traffic), Traffic()
-    with HostWaits() as waits:
+    with HostSyncDetector() as syncs:
         yield counted
-    counted.host_syncs = len(waits.found)
+    counted.host_syncs = len(syncs.found)
     for name, value in asdict(comm.traffic).items():
         setattr(counted, name, getattr(counted, name) + value - before[name])

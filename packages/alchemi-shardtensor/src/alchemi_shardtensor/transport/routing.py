@@ -1,4 +1,4 @@
-"""Who owns what, who sends which rows to whom, and the exchange over it. Frozen; made with the neighbour list."""
+"""Who owns which rows, who sends which rows to whom, and the exchange of rows. Frozen; made with the neighbour list."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
@@ -6,8 +6,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.collectives import Travel, all_gather_rows, reduce_scatter_rows
-from alchemi_shardtensor.comm import Comm
+from alchemi_shardtensor.transport.collectives import AllToAllRows, all_gather_rows, reduce_scatter_rows
+from alchemi_shardtensor.transport.comm import Comm
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,13 @@ class Owners:
         return mine[torch.argsort(self.row[mine])]
 
     @property
-    def place(self) -> Tensor:
-        """Where each node (N,) stands when all ranks' rows are gathered in the order of ranks."""
+    def gather_row(self) -> Tensor:
+        """The row of each node (N,) in the table of all ranks' rows, gathered in the order of ranks."""
         starts = torch.tensor([0, *self.counts[:-1]], device=self.rank.device).cumsum(0)
         return starts[self.rank] + self.row
 
     def route(self, index: Tensor) -> tuple["Routing", Tensor]:
-        """The routing that brings the remote rows among `index`, global ids of any shape, each once; and the local ids.
+        """The routing that fetches each remote row among `index` (global ids of any shape) once; and the local ids.
 
         Every rank must call it.
 
@@ -82,18 +82,18 @@ class Owners:
         asked = comm.all_to_all(self.row[remote], receive.tolist(), send)
         local = self.row.clone()
         local[remote] = self.n_owned + torch.arange(len(remote), device=index.device)
-        idle = not any(map(sum, every))
-        return Routing(comm, self.n_owned, asked, tuple(send), tuple(receive.tolist()), self, idle), local[index]
+        no_ghosts = not any(map(sum, every))
+        return Routing(comm, self.n_owned, asked, tuple(send), tuple(receive.tolist()), self, no_ghosts), local[index]
 
 
 @dataclass(frozen=True, eq=False)
 class Routing:
     """Which owned rows each peer reads as ghosts.
 
-    `send`: rows of mine that others read, grouped by the rank they go to (`send_splits` of them to each); the same row
+    `send`: this rank's rows that others read, grouped by the rank they go to (`send_splits` of them to each); the same row
     may go to several. Ghosts arrive grouped by owner, `recv_splits` from each. `owners`: where global ids are used.
-    `idle`: it is known that no rank reads anything of another. `place`: where each ghost stands among all ranks' rows,
-    if they are to arrive by an all-gather. `wire`: the widest floats in which rows of features travel.
+    `no_ghosts`: no rank reads rows of another. `gather_row`: each ghost's row in the all-gathered table, if an all-gather
+    fetches them. `wire`: the widest floats in which rows of features are sent.
     """
 
     comm: Comm
@@ -102,20 +102,20 @@ class Routing:
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     owners: Owners | None = None
-    idle: bool = False
-    place: Tensor | None = None
+    no_ghosts: bool = False
+    gather_row: Tensor | None = None
     counts: tuple[int, ...] = ()
     """How many rows each rank owns, where they are gathered."""
     wire: torch.dtype | None = None
     shards: list[Any] = field(init=False, default_factory=list, repr=False)
-    """What has been made with this routing: see `Shard.of`."""
+    """The shards that were made with this routing: see `shard_of`."""
 
     @classmethod
-    def alone(cls, n_owned: int, comm: Comm | None = None) -> "Routing":
-        """A routing on which nobody reads anything of anybody."""
+    def without_ghosts(cls, n_owned: int, comm: Comm | None = None) -> "Routing":
+        """A routing in which no rank reads rows of another."""
         comm = comm or Comm()
         nothing = (0,) * comm.size
-        return cls(comm, n_owned, torch.empty(0, dtype=torch.long, device=comm.device), nothing, nothing, idle=True)
+        return cls(comm, n_owned, torch.empty(0, dtype=torch.long, device=comm.device), nothing, nothing, no_ghosts=True)
 
     @property
     def n_ghost(self) -> int:
@@ -124,22 +124,24 @@ class Routing:
 
     def to(self, device: torch.device) -> "Routing":
         """The same routing for rows on `device`."""
-        return replace(self, send=self.send.to(device), place=None if self.place is None else self.place.to(device))
+        return replace(
+            self, send=self.send.to(device), gather_row=None if self.gather_row is None else self.gather_row.to(device)
+        )
 
-    def by(self, collective: Literal["auto", "exchange", "all_gather"]) -> "Routing":
-        """The same ghosts, brought by this collective. `auto`: all rows are gathered where most are read somewhere.
+    def with_collective(self, collective: Literal["auto", "exchange", "all_gather"]) -> "Routing":
+        """The same ghosts, fetched by this collective. `auto`: all rows are gathered where most are read somewhere.
 
         Every rank must call it. An all-gather sends each row once to all; an exchange sends it to each that reads it, after
-        packing: where a rank reads more than three quarters of the others' rows, packing costs more than it spares.
+        packing: where a rank reads more than three quarters of the others' rows, packing costs more than it saves.
         """
         counts = self.comm.all_gather(torch.tensor([self.n_owned, self.n_ghost])).tolist()
         total = sum(n for n, _ in counts)
         dense = any(ghosts > 0.75 * (total - n) for n, ghosts in counts)
         if self.comm.size == 1 or collective == "exchange" or (collective == "auto" and not dense):
-            return replace(self, place=None)
+            return replace(self, gather_row=None)
         before = sum(n for n, _ in counts[: self.comm.rank])
         mine = before + torch.arange(self.n_owned, device=self.send.device)
-        return replace(self, place=replace(self, place=None).exchange(mine), counts=tuple(n for n, _ in counts))
+        return replace(self, gather_row=replace(self, gather_row=None).exchange(mine), counts=tuple(n for n, _ in counts))
 
     def exchange(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> ghost rows (n_ghost, *F). Adjoint: `reverse`. Every rank must call it."""
@@ -148,10 +150,10 @@ class Routing:
     def exchange_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
         """`exchange` of several fields, of any dtypes, in one message."""
         _check_rows("exchange", "owned", self.n_owned, fields)
-        if self.place is not None:
+        if self.gather_row is not None:
             return tuple(self._gathered(owned) for owned in fields)
         sent = [self._narrowed(owned.index_select(0, self.send)) for owned in fields]
-        got = Travel.apply(self.comm, self.send_splits, self.recv_splits, False, *sent)  # type: ignore[no-untyped-call]
+        got = AllToAllRows.apply(self.comm, self.send_splits, self.recv_splits, False, *sent)  # type: ignore[no-untyped-call]
         return tuple(ghosts.to(owned.dtype) for ghosts, owned in zip(got, fields, strict=True))
 
     def reverse(self, ghosts: Tensor) -> Tensor:
@@ -161,45 +163,45 @@ class Routing:
     def reverse_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
         """`reverse` of several fields in one message."""
         _check_rows("reverse", "ghost", self.n_ghost, fields)
-        if self.place is not None:
+        if self.gather_row is not None:
             return tuple(self._scattered(ghosts) for ghosts in fields)
         sent = map(self._narrowed, fields)
-        home = Travel.apply(self.comm, self.recv_splits, self.send_splits, True, *sent)  # type: ignore[no-untyped-call]
+        home = AllToAllRows.apply(self.comm, self.recv_splits, self.send_splits, True, *sent)  # type: ignore[no-untyped-call]
         return tuple(
             f.new_zeros(self.n_owned, *f.shape[1:]).index_add(0, self.send, h.to(f.dtype))
             for f, h in zip(fields, home, strict=True)
         )
 
     def _narrowed(self, rows: Tensor) -> Tensor:
-        """Rows as they travel; those of three numbers may be coordinates, whose digits are needed."""
+        """Rows in the dtype they are sent in; rows of three numbers may be coordinates, whose digits are needed."""
         wide = self.wire is not None and rows.is_floating_point() and rows.itemsize > self.wire.itemsize
         return rows.to(self.wire) if wide and rows.shape[1:] != (3,) else rows
 
     def _gathered(self, owned: Tensor) -> Tensor:
-        return all_gather_rows(owned, self.counts, self.comm).index_select(0, self.place)  # type: ignore[arg-type]
+        return all_gather_rows(owned, self.counts, self.comm).index_select(0, self.gather_row)  # type: ignore[arg-type]
 
     def _scattered(self, ghosts: Tensor) -> Tensor:
-        everyone = ghosts.new_zeros(sum(self.counts), *ghosts.shape[1:]).index_add(0, self.place, ghosts)  # type: ignore[arg-type]
+        everyone = ghosts.new_zeros(sum(self.counts), *ghosts.shape[1:]).index_add(0, self.gather_row, ghosts)  # type: ignore[arg-type]
         return reduce_scatter_rows(everyone, self.counts, self.comm)
 
-    def padded(self, owned: Tensor) -> Tensor:
+    def with_ghosts(self, owned: Tensor) -> Tensor:
         """Owned rows (n_owned, *F) -> [owned | ghost] rows (n_owned + n_ghost, *F); alone, the owned rows are all."""
-        return self.padded_all(owned)[0]
+        return self.with_ghosts_all(owned)[0]
 
-    def padded_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
+    def with_ghosts_all(self, *fields: Tensor) -> tuple[Tensor, ...]:
         """`padded` of several fields, in one message."""
-        if self.is_still:
+        if self.no_exchange:
             return fields
         return tuple(torch.cat(both) for both in zip(fields, self.exchange_all(*fields), strict=True))
 
-    def folded(self, both: Tensor) -> Tensor:
-        """[owned | ghost] rows (n_owned + n_ghost, *F) -> owned rows (n_owned, *F), the ghosts' added by their owners."""
-        return both if self.is_still else both[: self.n_owned] + self.reverse(both[self.n_owned :])
+    def reduce_ghosts(self, both: Tensor) -> Tensor:
+        """[owned | ghost] rows (n_owned + n_ghost, *F) -> owned rows (n_owned, *F): ghosts' rows are added by their owners."""
+        return both if self.no_exchange else both[: self.n_owned] + self.reverse(both[self.n_owned :])
 
     @property
-    def is_still(self) -> bool:
-        """No rank reads anything of another, so that nothing has to be sent."""
-        return self.comm.size == 1 or self.idle
+    def no_exchange(self) -> bool:
+        """No rank reads rows of another, so nothing has to be sent."""
+        return self.comm.size == 1 or self.no_ghosts
 
 
 def _check_rows(verb: str, kind: str, n: int, fields: tuple[Tensor, ...]) -> None:
@@ -209,7 +211,7 @@ def _check_rows(verb: str, kind: str, n: int, fields: tuple[Tensor, ...]) -> Non
 
 
 class Edges(NamedTuple):
-    """A rank's share of a graph: all edges of the nodes it owns, sorted by receiver, and the routing of its ghosts.
+    """A rank's part of a graph: all edges of the nodes it owns, sorted by receiver, and the routing of its ghosts.
 
     `edge_index` (2, E): senders and receivers by local id. `shifts` (E, 3): whole-numbered S of the geometry
     x[sender] + S @ cell - x[receiver].

@@ -1,4 +1,4 @@
-"""A step that is made again and again on the same tensors: traced to one graph of plain operations, and compiled."""
+"""Steps that are repeated on the same tensors: traced to one graph of plain operations, and compiled."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,29 +21,29 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alchemi_shardtensor.comm import Comm
-from alchemi_shardtensor.tensor import ShardTensor
-from alchemi_shardtensor.waits import asked_at
+from alchemi_shardtensor.capture.host_sync import source_line
+from alchemi_shardtensor.dispatch.tensor import ShardTensor
+from alchemi_shardtensor.transport import Comm
 from alchemi_spec import MissingHandler
 
 Step = Callable[[], Mapping[str, Tensor]]
-EAGER_CALLS = 2
-"""Before a step is looked at: checks that are made once, TorchScript's profiling."""
-SLACK = 1e-3
+WARMUP_CALLS = 2
+"""Eager calls before a step is traced, for TorchScript's profiling."""
+TOLERANCE = 1e-3
 """How much a compiled result may differ, of the largest: round-off of float32 in another order, and far more."""
 _ATEN = torch.ops.aten
 _HOST_READS = frozenset([Tensor.tolist, Tensor.numpy, Tensor.__array__])
 """What takes values out of torch, unseen by its dispatcher; of other operations, such as `item`, a tag says so."""
 
 
-def compiled(
+def compile_step(
     function: Step,
     reads: Sequence[Tensor],
     comm: Comm | None = None,
     backend: str | Callable[..., Any] = "inductor",
     model: nn.Module | None = None,
 ) -> Callable[[], dict[str, Tensor]]:
-    """`function` as one compiled graph, with all that ranks say to each other and all derivatives. Every rank must call it.
+    """`function` as one compiled graph, with all collectives and all derivatives. Every rank must call it.
 
     `reads`: the plain tensors whose values change between calls; where they are and their shapes do not. Every other tensor
     that is not made in the step is a constant, read where it is; what the step made of numbers on the host is as it was.
@@ -58,7 +58,7 @@ def compiled(
     _forget_fusions(model)
     # operation by operation: what TorchScript fuses, torch does not see
     with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-        for _ in range(EAGER_CALLS):
+        for _ in range(WARMUP_CALLS):
             function()
         with _Memory() as memory:
             function()
@@ -90,7 +90,7 @@ def _forget_fusions(model: nn.Module | None) -> None:
 def _check_close(name: str, result: Tensor, expected: Tensor) -> None:
     """Kernels that torch does not see being launched are in no graph, and nothing else would tell."""
     scale = float(expected.abs().max()) if expected.numel() else 0.0
-    if not torch.allclose(result, expected, rtol=0, atol=SLACK * scale, equal_nan=True):
+    if not torch.allclose(result, expected, rtol=0, atol=TOLERANCE * scale, equal_nan=True):
         raise MissingHandler(
             f"compiled, the step gives another {name}, by {float((result - expected).abs().max()):.2g} of {scale:.2g}: a "
             f"kernel that torch does not see is not in the graph.\nMake it a torch.library.custom_op; or run the step as it is."
@@ -275,7 +275,7 @@ class _HostReads(TorchFunctionMode):
 
 def _refuse(why: str) -> NoReturn:
     raise MissingHandler(
-        f"this step cannot be compiled to one graph: {why} {asked_at(sys._getframe(1))}\n"
+        f"this step cannot be compiled to one graph: {why} {source_line(sys._getframe(1))}\n"
         f"Keep the step on the device and its sizes fixed, and make kernels torch.library.custom_op; or run it as it is."
     )
 

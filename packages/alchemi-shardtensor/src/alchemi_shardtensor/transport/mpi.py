@@ -13,8 +13,8 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alchemi_shardtensor.comm import Comm
-from alchemi_shardtensor.transport import Reduction
+from alchemi_shardtensor.transport.comm import Comm
+from alchemi_shardtensor.transport.protocol import Reduction
 
 OPERATIONS = {"sum": MPI.SUM, "max": MPI.MAX, "min": MPI.MIN}
 

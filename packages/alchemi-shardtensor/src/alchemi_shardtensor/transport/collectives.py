@@ -10,22 +10,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.comm import Comm
+from alchemi_shardtensor.transport.comm import Comm
 
 
-class Travel(torch.autograd.Function):
+class AllToAllRows(torch.autograd.Function):
     """Rows (sum(send), *F), grouped by destination -> (sum(receive), *F), grouped by source. Adjoint: the way back.
 
-    Several fields of any dtypes travel in one message.
+    Several fields of any dtypes are sent in one message.
     """
 
     @staticmethod
-    def forward(ctx: Any, comm: Comm, send: Sequence[int], receive: Sequence[int], homeward: bool, *fields: Tensor) -> Any:
+    def forward(ctx: Any, comm: Comm, send: Sequence[int], receive: Sequence[int], reverse: bool, *fields: Tensor) -> Any:
         """Send each peer its rows of all fields."""
-        ctx.route = comm, receive, send, not homeward
+        ctx.route = comm, receive, send, not reverse
         got = packed_all_to_all(comm, fields, send, receive)
-        comm.traffic.exchanges += not homeward
-        comm.traffic.reverses += homeward
+        comm.traffic.exchanges += not reverse
+        comm.traffic.reverses += reverse
         comm.traffic.bytes += sum(field.nbytes for field in fields)
         comm.traffic.messages += sum(n > 0 for rank, n in enumerate(send) if rank != comm.rank)
         comm.traffic.tracked += any(ctx.needs_input_grad)
@@ -34,25 +34,25 @@ class Travel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Gradients travel back, those that are wanted, in one message."""
+        """Send the gradients that are wanted back, in one message."""
         wanted = [i for i, needed in enumerate(ctx.needs_input_grad[4:]) if needed]
-        back = dict(zip(wanted, Travel.apply(*ctx.route, *(grads[i] for i in wanted)), strict=True))  # type: ignore[no-untyped-call]
+        back = dict(zip(wanted, AllToAllRows.apply(*ctx.route, *(grads[i] for i in wanted)), strict=True))  # type: ignore[no-untyped-call]
         return (None, None, None, None, *(back.get(i) for i in range(len(grads))))
 
 
-class Brought(torch.autograd.Function):
-    """Owned rows (n_owned, *F), and their ghosts (n_ghost, *F), which are there -> ghosts. Adjoint: `routing.reverse`."""
+class PrefetchedGhosts(torch.autograd.Function):
+    """Owned rows (n_owned, *F), and their ghosts (n_ghost, *F), fetched before -> ghosts. Adjoint: `routing.reverse`."""
 
     @staticmethod
     def forward(ctx: Any, owned: Tensor, ghosts: Tensor, routing: Any) -> Tensor:  # noqa: ARG004
-        """Nothing is sent."""
+        """Return the ghosts: nothing is sent."""
         ctx.routing = routing
         routing.comm.traffic.tracked += ctx.needs_input_grad[0]
         return ghosts.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Home."""
+        """Send the ghosts' gradients to their owners."""
         return ctx.routing.reverse(grad), None, None
 
 
@@ -87,7 +87,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, mine: Tensor, comm: Comm) -> Tensor:
-        """Everybody's, in the order of ranks."""
+        """Gather all ranks' tensors, in the order of ranks."""
         ctx.comm = comm
         comm.traffic.exchanges += 1
         comm.traffic.bytes += mine.nbytes
@@ -96,7 +96,7 @@ class AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Each rank's share of the gradient, summed over those who hold a part of it."""
+        """Sum each rank's part of the gradient over the ranks that hold some of it."""
         return ReduceScatter.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
@@ -115,7 +115,7 @@ class ReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Everybody's gradient."""
+        """Gather all ranks' gradients."""
         return AllGather.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
@@ -154,7 +154,7 @@ class ExtremeOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """To those who hold it."""
+        """Send the gradient to the ranks that hold the extreme."""
         return sum_over_ranks(grad, ctx.comm) * ctx.share, None, None
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alchemi_shardtensor.transport import GroupTransport, Reduction, Transport
+from alchemi_shardtensor.transport.protocol import GroupTransport, Reduction, Transport
 from alchemi_spec import AlchemiError, RankFailure
 
 

@@ -18,7 +18,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from alchemi_shardtensor.comm import Comm
+from alchemi_shardtensor.transport.comm import Comm
 from alchemi_spec import RankFailure
 
 GRACE_S = 3.0
@@ -212,7 +212,7 @@ def comm_from_environment(device: Literal["cpu", "cuda"] = "cpu") -> Comm:
 
 def _mpi_comm(device: str, started: int) -> Comm:
     try:
-        mpi = importlib.import_module("alchemi_shardtensor.mpi")
+        mpi = importlib.import_module("alchemi_shardtensor.transport.mpi")
     except ImportError as error:
         raise ImportError(
             f"mpiexec has started {started} ranks, but mpi4py is not installed: pip install 'alchemi-shardtensor[mpi]'"

@@ -1,43 +1,35 @@
-"""What a specification says of opaque operators and foreign methods, made to happen: around one call, never for good."""
+"""Adapters of opaque operators: the transforms that a specification puts around one."""
 
-import functools
-import importlib
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from alchemi_shardtensor.arguments import argument_names
-from alchemi_shardtensor.collectives import all_gather_rows, sum_over_ranks
-from alchemi_shardtensor.storage import own
-from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import (
+from alchemi_shardtensor.rules.rule import Rule, handles
+from alchemi_shardtensor.rules.shard import Shard, owned_rows, tag
+from alchemi_shardtensor.tag import (
     GLOBAL,
     LOST,
     OWNED,
     PADDED,
-    SHARE,
+    SHARDED,
     STALE,
     SYSTEM,
-    Shard,
-    ShardTensor,
-    collect,
+    TaggedTensor,
+    find_tagged,
     plain,
-    tag,
     tag_in_place,
 )
+from alchemi_shardtensor.transport import all_gather_rows, sum_over_ranks
 from alchemi_spec import (
     AllReduceSum,
-    DistributionSpec,
     GatherInputs,
     GatherInputsFull,
     MissingHandler,
     OpAdapter,
-    PythonAdapter,
     SameRows,
     ScatterOutputs,
     SliceOutputsOwned,
@@ -89,9 +81,9 @@ def _called(
             f"Use GatherInputsFull and SliceOutputsOwned, or a halo policy."
         )
     full = any(isinstance(t, GatherInputsFull) for t in transforms.values())
-    tagged: list[ShardTensor] = []
-    collect(named.values(), tagged)
-    shared = [t for t in tagged if t.rows in SHARE]
+    tagged: list[TaggedTensor] = []
+    find_tagged(named.values(), tagged)
+    shared = [t for t in tagged if t.rows in SHARDED]
     given = {name: _into(shard, transforms.get(name), value) for name, value in named.items()}
     result = op(**given)
     if isinstance(result, dict):
@@ -107,10 +99,10 @@ def _into(shard: Shard, transform: Any, value: Any) -> Any:
         return value
     rows = getattr(value, "rows", None)
     if isinstance(transform, GatherInputs):
-        return plain(value) if rows is PADDED else shard.routing.padded(plain(_owned(shard, value)))
+        return plain(value) if rows is PADDED else shard.routing.with_ghosts(plain(_owned(shard, value)))
     if isinstance(transform, GatherInputsFull) and rows is not GLOBAL:
         gathered = all_gather_rows(plain(_owned(shard, value)), shard.owners.counts, shard.comm)
-        return gathered.index_select(0, shard.owners.place)
+        return gathered.index_select(0, shard.owners.gather_row)
     if isinstance(transform, SliceOwned):
         return plain(_owned(shard, value))
     return plain(value)
@@ -119,7 +111,7 @@ def _into(shard: Shard, transform: Any, value: Any) -> Any:
 def _owned(shard: Shard, value: Tensor) -> Tensor:
     if getattr(value, "rows", None) is GLOBAL:
         return value.index_select(0, shard.ids[: shard.n_owned])
-    mine = own(shard, value)
+    mine = owned_rows(shard, value)
     if mine.shape[:1] != (shard.n_owned,):
         raise MissingHandler(
             f"a tensor of shape {tuple(value.shape)} does not have this rank's {shard.n_owned} atoms along dim 0, as the "
@@ -128,12 +120,12 @@ def _owned(shard: Shard, value: Tensor) -> Tensor:
     return mine
 
 
-def _out(shard: Shard, transform: Any, value: Any, full: bool, shared: Sequence[ShardTensor]) -> Any:
+def _out(shard: Shard, transform: Any, value: Any, full: bool, shared: Sequence[TaggedTensor]) -> Any:
     """A result with its transform done, and what its rows then are."""
     if not isinstance(value, Tensor):
         return value
     if isinstance(transform, ScatterOutputs):
-        owned = shard.routing.folded(value)
+        owned = shard.routing.reduce_ghosts(value)
         if not shard.storage.padded:
             return tag_in_place(owned, shard, OWNED)
         return tag_in_place(torch.cat([owned[: shard.n_owned], torch.zeros_like(value[shard.n_owned :])]), shard, STALE)
@@ -152,68 +144,19 @@ def _out(shard: Shard, transform: Any, value: Any, full: bool, shared: Sequence[
 
 
 def is_operator(adapter: OpAdapter) -> bool:
-    """It adapts an operator of torch.ops, not a Python function `module:name`, which `adapted` has to replace."""
+    """It adapts an operator of torch.ops, not a Python function `module:name`, which has to be replaced (see `patches`)."""
     return "::" in adapter.op
 
 
-def _around(adapter: OpAdapter) -> Callable[..., Any]:
-    """A Python function's replacement, with the transforms around it where a ShardTensor comes in."""
+def adapt_function(adapter: OpAdapter) -> Callable[..., Any]:
+    """A Python function's replacement, with the transforms around it where a TaggedTensor comes in."""
 
     def call(original: Any, *args: Any, **kwargs: Any) -> Any:
         named = inspect.signature(original).bind(*args, **kwargs).arguments
-        shard = next((value.shard for value in named.values() if isinstance(value, ShardTensor)), None)
+        shard = next((value.shard for value in named.values() if isinstance(value, TaggedTensor)), None)
         if shard is None:
             return original(*args, **kwargs)
         transforms = {_argument(adapter, key, list(named)): t for key, t in adapter.arg_transforms.items()}
         return _called(shard, original, adapter, transforms, named)
 
     return call
-
-
-@contextmanager
-def adapted(spec: DistributionSpec) -> Iterator[None]:
-    """While open, methods and functions are replaced as `spec` says. Put it around the model's call."""
-    with ExitStack() as replaced:
-        for adapter in spec.custom_ops:
-            if not is_operator(adapter):
-                module, _, name = adapter.op.partition(":")
-                original = _found(module, name)
-                replaced.enter_context(patch.object(_found(module), name, _instead(original, _around(adapter))))
-        for helper in spec.helpers:
-            if isinstance(helper, PythonAdapter):
-                owner, name = _found(helper.module_path), helper.function_name
-            else:
-                owner, name = _found(helper.module_path, helper.class_name), helper.method_name
-            original = owner.__dict__[name] if name in vars(owner) else getattr(owner, name)
-            replacement = _found(*helper.replacement.split(":"))
-            replaced.enter_context(patch.object(owner, name, _instead(original, replacement)))
-        yield
-
-
-def _instead(original: Any, replacement: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return replacement(original, *args, **kwargs)
-
-    return call
-
-
-def _found(module: str, qualname: str = "") -> Any:
-    """The object of this name.
-
-    Raises:
-        SpecError: where there is none.
-
-    """
-    try:
-        found = importlib.import_module(module)
-        for part in qualname.split(".") if qualname else ():
-            found = getattr(found, part)
-        return found
-    except (ImportError, AttributeError) as error:
-        raise SpecError(f"the specification names {module}:{qualname}, which is not there: {error}.") from error
-
-
-def unscripted(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A replacement for a function that torch.jit.script compiled: the Python that it was compiled from."""
-    return original._torchdynamo_inline(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A step that is made again and again on the same tensors: recorded in one CUDA graph, exchanges and all, and replayed."""
+"""Steps that are repeated on the same tensors: recorded in a CUDA graph, exchanges included, and replayed."""
 
 import traceback
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from typing import Generic, TypeVar
 
 import torch
 
-from alchemi_shardtensor.comm import Comm, Traffic
-from alchemi_shardtensor.waits import HostWaits, asked_at
+from alchemi_shardtensor.capture.host_sync import HostSyncDetector, source_line
+from alchemi_shardtensor.transport import Comm, Traffic
 
 T = TypeVar("T")
-EAGER_CALLS = 5
-"""Before a graph is recorded: for checks that are made once and TorchScript's profiling; the last is searched for waits."""
+WARMUP_CALLS = 5
+"""Eager calls before a graph is recorded, for TorchScript's profiling; the last is searched for host syncs."""
 
 
 class SideStream:
@@ -42,11 +42,11 @@ class SideStream:
         return graph, results
 
 
-class Captured(Generic[T]):
-    """`step()`, which reads and writes tensors that stay where they are. Every rank must call it.
+class CapturedStep(Generic[T]):
+    """`step()`, which reads and writes tensors that keep their addresses. Every rank must call it.
 
-    The first calls run as they are; the last of them is searched for what cannot be captured, which is named in `why_not` on
-    every rank: then all calls run as they are. Otherwise, on CUDA, the calls after them replay one graph, and what is returned
+    The first calls are eager. The last of them is searched for what cannot be captured; if something is found, `why_not` names
+    it on every rank, and all calls stay eager. Otherwise, on CUDA, the calls after them replay one graph, and what is returned
     is the same tensors each time, overwritten by the next call of any step on the same `side`. On the CPU there are no graphs.
     """
 
@@ -70,18 +70,18 @@ class Captured(Generic[T]):
         self.calls += 1
         if self.why_not is not None:
             return self.step()
-        if self.calls == EAGER_CALLS:
+        if self.calls == WARMUP_CALLS:
             return self._searched()
-        if self.calls > EAGER_CALLS and self.side.on_cuda:
+        if self.calls > WARMUP_CALLS and self.side.on_cuda:
             self._record()
             return self()
         return self.side(self.step)
 
     def _searched(self) -> T:
-        with HostWaits() as waits:
+        with HostSyncDetector() as syncs:
             results = self.side(self.step)
-        found = self.comm.gather_objects(waits.found[:1])
-        self.why_not = next((f"it waits for the device: {first}" for rank in found for first in rank), None)
+        found = self.comm.gather_objects(syncs.found[:1])
+        self.why_not = next((f"it synchronises with the host: {first}" for rank in found for first in rank), None)
         return results
 
     def _record(self) -> None:
@@ -90,7 +90,7 @@ class Captured(Generic[T]):
             graph, self._results = self.side.record(self.step)
         except Exception as caught:  # what cannot be captured is torch's to know
             frames = [frame for frame, _ in traceback.walk_tb(caught.__traceback__)]
-            error = f"{type(caught).__name__} {asked_at(frames[-1])}: {(str(caught).splitlines() or [''])[0]}"
+            error = f"{type(caught).__name__} {source_line(frames[-1])}: {(str(caught).splitlines() or [''])[0]}"
         self._sent = Traffic(*(a - b for a, b in zip(astuple(self.comm.traffic), before, strict=True)))
         _add(self.comm.traffic, self._sent, -1)
         self.why_not = next((e for e in self.comm.gather_objects(error) if e is not None), None)

@@ -1,37 +1,21 @@
 """The handler table of a partition: which operation is taken by which handler, the first that fits."""
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from alchemi_shardtensor.arguments import Binder, binder
 from alchemi_shardtensor.carry import carried_alone, carried_row_by_row, carry, plan_of, tag_base
-from alchemi_shardtensor.storage import Storage
-from alchemi_shardtensor.tensor import LOST, End, Fired, PointsAt, Rows, Shard, ShardTensor, tag_in_place
+from alchemi_shardtensor.dispatch.tensor import ShardTensor
+from alchemi_shardtensor.rules.rule import Op, Rule
+from alchemi_shardtensor.rules.shard import Shard
+from alchemi_shardtensor.storage import Storage, TraceEvent
+from alchemi_shardtensor.tag import LOST, TaggedTensor, make_tag, tag_in_place
 from alchemi_spec import MissingHandler
 
-Op = Callable[..., Any]
-Ruled = tuple[Binder, list["Rule"], bool]
-Predicate = Callable[[Shard, dict[str, Any]], bool]
-
-
-class Rule(NamedTuple):
-    """One line of a table: a handler, when it applies, and its result's rows (None: the handler has tagged it itself).
-
-    An operator of torch.ops may be given by its name, `namespace::name` for all overloads or `namespace::name.overload`.
-    """
-
-    ops: tuple[Op | str, ...]
-    when: Predicate
-    handler: Callable[..., Any]
-    rows: Rows | None
-
-
-def handles(*ops: Op | str, when: Predicate, rows: Rows | None = None) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a rule of a handler `(shard, op, **arguments)`, which sees plain tensors under the op's documented names."""
-    return lambda handler: Rule(ops, when, handler, rows)
+Ruled = tuple[Binder, list[Rule], bool]
 
 
 class HandlerTable:
@@ -39,6 +23,8 @@ class HandlerTable:
 
     `storage`: how the layout that it serves reaches rows.
     """
+
+    tensor_type: type[TaggedTensor] = ShardTensor
 
     def __init__(self, rules: Sequence[Rule], storage: Storage | None = None) -> None:
         """Index the rules by operation, keeping their order."""
@@ -65,12 +51,12 @@ class HandlerTable:
         """A table in which `rules` are asked first."""
         return HandlerTable((*rules, *self.rules), self.storage)
 
-    def dispatch(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def dispatch(self, op: Op, shard: Shard, sources: list[TaggedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run `op` by its rule, or plainly, and put the tag back on what comes out."""
         if kwargs and kwargs.get("out") is not None:
             return self._into(op, shard, sources, args, dict(kwargs))
         several = len(sources) > 1
-        if several and any(s.tag.shard is not shard for s in sources):
+        if several and any(s.shard is not shard for s in sources):
             raise MissingHandler(
                 f"{op.__name__} of tensors of two partitions: their rows are not the same atoms.\n"
                 f"Wrap both with the same spec, meta and n_systems, or take the tag off with plain(x)."
@@ -88,10 +74,10 @@ class HandlerTable:
                     result = result if rule.rows is None else tag_in_place(result, shard, rule.rows)
                     if plan_of(op).writes:
                         tag_base(args[0])
-                    return result if shard.fired is None else _traced(shard.fired, op, rule.handler, result)
+                    return result if shard.cache.events is None else _traced(shard.cache.events, op, rule.handler, result)
         result, plan = op(*args, **kwargs), plan_of(op)
         if plan.name == "data":  # an alias whose changes are not counted
-            sources[0].__dict__["data"] = True
+            shard.cache.of(sources[0]).untracked = True
         if several:
             carried = plan.pointwise and carried_row_by_row(result, sources)
         else:
@@ -100,9 +86,9 @@ class HandlerTable:
             result = carry(op, result, shard, sources, args, kwargs)
             if plan.writes:
                 tag_base(args[0])
-        return result if shard.fired is None else _traced(shard.fired, op, None, result)
+        return result if shard.cache.events is None else _traced(shard.cache.events, op, None, result)
 
-    def _into(self, op: Op, shard: Shard, sources: list[ShardTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _into(self, op: Op, shard: Shard, sources: list[TaggedTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """`out=`: the result, copied there with its tag."""
         out = kwargs.pop("out")
         rest = [s for s in sources if s is not out or any(a is out for a in args)]
@@ -110,7 +96,7 @@ class HandlerTable:
             raise MissingHandler(f"{op.__name__} with several `out` tensors: take what it returns instead.")
         result = self.dispatch(op, shard, rest, args, kwargs) if rest else op(*args, **kwargs)
         out.copy_(result)
-        found = result.tag if isinstance(result, ShardTensor) else shard.tag(LOST if isinstance(out, ShardTensor) else None)
+        found = result.tag if isinstance(result, TaggedTensor) else make_tag(LOST if isinstance(out, TaggedTensor) else None)
         tag_in_place(out, shard, found.rows, found.points_at, found.end, found.row_dim)
         tag_base(out)
         return out
@@ -127,39 +113,7 @@ class HandlerTable:
 _OPERATORS = (OpOverload, OpOverloadPacket)
 
 
-def _traced(fired: list[Fired], op: Op, handler: Op | None, result: Any) -> Any:
+def _traced(events: list[TraceEvent], op: Op, handler: Op | None, result: Any) -> Any:
     name = getattr(op, "__name__", type(op).__name__)
-    fired.append(Fired(name, handler and handler.__name__, getattr(result, "rows", None)))
+    events.append(TraceEvent(name, handler and handler.__name__, getattr(result, "rows", None)))
     return result
-
-
-def points_at(target: PointsAt, end: End | None = None) -> Predicate:
-    """The index points at `target` (and all of it at this `end` of the edges)."""
-
-    def when(shard: Shard, named: dict[str, Any]) -> bool:
-        index = named.get("index")
-        found = (index,) if type(index) is ShardTensor else [i for i in indices(index) if type(i) is ShardTensor]
-        found = [i for i in found if i.tag.points_at is target]
-        return bool(found) and (end is None or all(i.tag.end is end for i in found))
-
-    return needs_index(when)
-
-
-def needs_index(when: Predicate) -> Predicate:
-    """Mark a predicate that holds only where some tensor points at something, so that it is not asked elsewhere."""
-    when.needs_index = True  # type: ignore[attr-defined]
-    return when
-
-
-def rows_are(*rows: Rows) -> Predicate:
-    """The first argument's rows are of one of these kinds."""
-    return lambda shard, named: getattr(named["input"], "rows", None) in rows
-
-
-def indices(index: Any) -> Iterator[Any]:
-    """The tensors of an indexing expression."""
-    if isinstance(index, Tensor):
-        yield index
-    elif isinstance(index, (tuple, list)):
-        for part in index:
-            yield from indices(part)

@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from alchemi_shardtensor.comm import Comm
+from alchemi_shardtensor.transport.comm import Comm
 from alchemi_spec import SpecError
 
 Mode = Literal["auto", "capture", "inductor", "off"]
