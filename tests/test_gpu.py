@@ -24,7 +24,7 @@ F64 = torch.float64
 
 def evaluate(comm, model, atoms):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     results = DistributedModel(model, config)(batch)
     results["forces"] = batch.gather(results["forces"])
     return {name: value.cpu() for name, value in results.items()}
@@ -188,7 +188,7 @@ def edges(comm, name):
         torch.zeros(len(mine), dtype=torch.long, device=device),
         *(t.to(device) for t in where),
     )
-    routing, index, shifts = HaloStrategy().connect(*on_device, cutoff, comm)
+    routing, index, shifts = HaloStrategy().build_neighbour_list(*on_device, cutoff, comm)
     ids = routing.padded(mine.to(device))
     rows = torch.cat([ids[index.flip(0)].T, shifts.long()], dim=1).cpu()
     return comm.all_gather_rows(rows).unique(dim=0), sum(comm.gather_objects(len(rows)))
@@ -214,7 +214,7 @@ ENSEMBLES = {
 def moving(comm, name, ensemble, mode="auto"):
     model, atoms = CASES[name]()
     config = DomainConfig(comm, compile=mode)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(model.double(), config), batch, 0.4), ENSEMBLES[ensemble]())
     thermalize(simulation.state, 200.0, seed=1)
     return simulation
@@ -284,7 +284,7 @@ def hot(comm, mode):
     atoms.rattle(0.05, seed=1)
     atoms.numbers[::3] = 8
     config = DomainConfig(comm, compile=mode)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     model = MACEWrapper(small_mace(4).requires_grad_(False)).double()
     simulation = Simulation(Domain(DistributedModel(model, config), batch, 0.3), NVE(2.0))
     thermalize(simulation.state, 600.0, seed=1)
@@ -310,7 +310,7 @@ def by_inductor(comm):
     found, reasons = [], []
     for mode in ("off", "inductor"):
         config = DomainConfig(comm, compile=mode)
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
         domain = Domain(DistributedModel(model, config), batch, 0.3)
         for _ in range(EAGER_CALLS + 2):
             results = domain.evaluate()

@@ -65,7 +65,7 @@ def run(comm, atoms, model, spec=None):
     """All results of an ASE structure (or several, or a Batch) on `comm`, forces in the whole's order."""
     config = DomainConfig(comm)
     whole = atoms if isinstance(atoms, Batch) else Batch.from_ase(atoms)
-    batch = ShardedBatch.share(whole if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(whole if comm.rank == 0 else None, config)
     results = DistributedModel(model, config, spec)(batch)
     results["forces"] = batch.gather(results["forces"])
     return results

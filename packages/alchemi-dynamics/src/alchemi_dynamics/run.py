@@ -191,7 +191,7 @@ def molecular_dynamics(comm: Comm, settings: MDSettings) -> Iterator[Job | Repor
         if step is not None:
             simulation.resume(step, saved)
             thermo.begin(simulation)
-        elif "velocities" not in batch.carried and settings.temperature is not None:
+        elif "velocities" not in batch.extra_fields and settings.temperature is not None:
             thermalize(simulation.state, settings.temperature, settings.seed)
         started = time.perf_counter()
         yield from _advance(simulation, thermo, settings)

@@ -61,7 +61,7 @@ class GraphPartitionStrategy:
         rank[ids[order]] = stretches(weights[order], comm.size).int()
         return Blocks(rank)
 
-    def connect(
+    def build_neighbour_list(
         self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
     ) -> Edges:
         """All edges within `cutoff` Å of this rank's atoms, and the routing of the remote atoms among their senders.

@@ -10,6 +10,7 @@ from torch import Tensor
 from alchemi_halo.cuts import Cuts, Grid
 from alchemi_kernels import Frames, neighbours
 from alchemi_shardtensor import Comm, Edges, Routing, packed_all_to_all
+from alchemi_spec import StrategyKind
 
 SLACK = 1e-6
 """Å added to the reach of an offer, against round-off; what no edge reads is not kept."""
@@ -25,6 +26,7 @@ class HaloStrategy:
 
     cuts: Literal["bisection", "grid"] = "bisection"
     shape: tuple[int, int, int] | None = None
+    kind = StrategyKind.HALO
 
     def partition(
         self,
@@ -49,7 +51,7 @@ class HaloStrategy:
             return Grid.of(inside, batch, frames, comm, n_ranks, self.shape)
         return Cuts.of(inside, batch, frames, comm, n_ranks, weights)
 
-    def connect(
+    def build_neighbour_list(
         self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
     ) -> Edges:
         """All edges within `cutoff` Å of this rank's atoms, and the routing of the remote atoms among their senders.

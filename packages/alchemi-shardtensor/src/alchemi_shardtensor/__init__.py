@@ -16,6 +16,7 @@ from alchemi_shardtensor.launch import RankPool, comm_from_environment
 from alchemi_shardtensor.layouts import find_layout
 from alchemi_shardtensor.routing import Edges, Owners, Routing
 from alchemi_shardtensor.storage import Storage, brought
+from alchemi_shardtensor.strategy import Partition, Strategy
 from alchemi_shardtensor.table import HandlerTable, Rule, handles, points_at, rows_are
 from alchemi_shardtensor.tensor import (
     BOTH,
@@ -61,6 +62,7 @@ __all__ = [
     "Fired",
     "HandlerTable",
     "Owners",
+    "Partition",
     "RankPool",
     "Routing",
     "Rule",
@@ -68,6 +70,7 @@ __all__ = [
     "ShardTensor",
     "SideStream",
     "Storage",
+    "Strategy",
     "Traffic",
     "adapted",
     "all_gather_rows",
