@@ -85,7 +85,7 @@ def counts(domain):
     """Atoms, ghosts and edges of this rank, without what fills captured tensors up; and how steps are run."""
     data = domain.model.prepare(domain.batch, skin=domain.skin)
     numbers = {"owned": len(domain.batch.ids), "ghosts": data["positions"].shard.routing.n_ghost}
-    how = str(domain.room.capacity) if domain.why_eager is None else f"eager: {domain.why_eager}"
+    how = str(domain.buffers.capacity) if domain.why_eager is None else f"eager: {domain.why_eager}"
     return numbers | {"edges": data["edge_index"].shape[1], "captured": how, "recaptures": domain.recaptures}
 
 
@@ -196,8 +196,8 @@ def rebuilt(comm, domain, displacement, generator):
     moved = domain.batch.positions
     moved.add_(torch.randn(moved.shape, dtype=moved.dtype, device=comm.device, generator=generator), alpha=displacement)
     _, cut = timed(comm, domain.batch.repartition)
-    domain.batch, migrate = timed(comm, domain.batch.migrate)
-    _, lists = timed(comm, domain.connect)
+    batch, migrate = timed(comm, domain.batch.migrate)
+    _, lists = timed(comm, partial(domain.build_neighbour_list, batch))
     _, first = timed(comm, domain.evaluate)
     _, step = timed(comm, domain.evaluate)
     return {"cut_ms": cut, "migrate_ms": migrate, "lists_ms": lists, "first_step_ms": first, "ms_per_step": step}

@@ -7,7 +7,7 @@ from alchemi_dynamics import Langevin, Simulation, Thermo, TrajectoryWriter, the
 
 
 def simulate(comm, atoms):
-    """Runs on every rank; each moves its share of the atoms."""
+    """Runs on every rank; each moves its own atoms."""
     config = DomainConfig(comm)
     domain = Domain(DistributedModel(LennardJones(), config), ShardedBatch.scatter(Batch.from_ase(atoms), config))
     thermo = Thermo(every=20)

@@ -221,7 +221,7 @@ def moving(comm, name, ensemble, mode="auto"):
 
 
 def trajectory(comm, name, ensemble):
-    """Positions and cell after 40 steps, with fast atoms so that lists are made anew."""
+    """Positions and cell after 40 steps, with fast atoms so that lists are rebuilt."""
     simulation = moving(comm, name, ensemble)
     simulation.state.velocities.mul_(3.0 if ensemble == "nve" else 1.0)
     simulation.run(40)
@@ -248,7 +248,7 @@ def graphs(simulation):
 def block(comm, name, ensemble, mode):
     """Traffic of a step between rebuilds, in which torch raises where the host waits for the device, and what it allocates."""
     simulation = moving(comm, name, ensemble, mode)
-    for _ in range(4):  # a cell that shrinks may need a larger room meanwhile, and graphs of it
+    for _ in range(4):  # a cell that shrinks may need larger buffers meanwhile, and new graphs
         simulation.run(EAGER_CALLS + 3)
         if mode == "off" or all(step.graph is not None for step in graphs(simulation)):
             break

@@ -59,8 +59,8 @@ def test_every_atom_is_owned_once_and_gathered_in_its_place(comm):
 
 
 @ranks(2)
-def test_what_rank_0_cannot_share_is_an_error_on_every_rank(comm):
-    with pytest.raises(InputError, match="rank 0 shares"):
+def test_what_rank_0_cannot_scatter_is_an_error_on_every_rank(comm):
+    with pytest.raises(InputError, match="rank 0 scatters"):
         ShardedBatch.scatter(None, DomainConfig(comm))
     with pytest.raises(InputError, match="nothing is called 'nowhere'.*halo"):
         ShardedBatch.scatter(Batch.from_ase(bulk("Cu")), DomainConfig(comm, strategy="nowhere"))

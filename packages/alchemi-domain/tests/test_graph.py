@@ -1,4 +1,4 @@
-"""What changes under a graph partition while atoms move: who reads what, and how it is brought."""
+"""What changes under a graph partition while atoms move: who reads what, and how it is fetched."""
 
 import torch
 from ase import Atoms

@@ -1,4 +1,4 @@
-"""Batches that are shared out and move: owners, migration, files, lists with a skin."""
+"""Batches that are divided among ranks and move: owners, migration, files, lists with a skin."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -207,9 +207,9 @@ def test_ranks_that_disagree_about_a_batch_are_told_so(comm, other):
     whole, mine = Batch.from_ase(silicon(1)), torch.arange(comm.rank, 8, 2)
     cell = whole.cell * (1.1 if comm.rank and other == "cell" else 1)
     rows = Batch(whole.positions[mine], whole.atomic_numbers[mine], whole.batch[mine], cell, whole.pbc)
-    carried = {"a": mine.float() if comm.rank and other == "a" else mine.double()}
+    extra_fields = {"a": mine.float() if comm.rank and other == "a" else mine.double()}
     with pytest.raises(InputError, match=f"rank 1 has other {other} than rank 0"):
-        ShardedBatch.from_owned(rows, mine, DomainConfig(comm), carried)
+        ShardedBatch.from_owned(rows, mine, DomainConfig(comm), extra_fields)
 
 
 @ranks(2)
@@ -328,7 +328,7 @@ def test_one_partition_carries_an_edge_list_for_each_cutoff(comm):
 
 
 @ranks(2)
-def test_a_coordinate_that_went_nowhere_is_no_slack_and_one_error(comm):
+def test_a_coordinate_that_went_nowhere_leaves_no_margin_and_is_one_error(comm):
     domain = domain_of(comm, silicon(2), Masked(), skin=0.5)
     if comm.rank == 1:
         domain.batch.positions[3, 1] = torch.nan

@@ -1,4 +1,4 @@
-"""A model under every specification: what it is shown differs, what comes out does not."""
+"""A model under every specification: its inputs differ, its outputs do not."""
 
 import json
 

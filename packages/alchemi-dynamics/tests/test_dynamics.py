@@ -439,7 +439,7 @@ def test_thermalized_systems_rest_as_a_whole_and_have_their_temperature():
 
 
 def own_of(state, comm):
-    """This rank's atoms of a whole: two of three ranks share, the third has none."""
+    """This rank's atoms of a whole: two of three ranks have some, the third has none."""
     mine = state.ids % min(comm.size, 2) == comm.rank
     batch = replace(state.rows.with_row_fields(lambda _, rows: rows[mine]), config=DomainConfig(comm))
     whole = {name: getattr(state, name).clone() for name in ("energy", "freedom", "stress")}

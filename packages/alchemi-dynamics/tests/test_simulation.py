@@ -111,7 +111,7 @@ def test_a_block_of_steps_waits_for_nothing_but_its_end(comm):
     with count_traffic(comm) as traffic:
         assert found._speculative_steps(8)
     assert traffic.exchanges == (8 if comm.size > 1 else 0) and traffic.reverses == traffic.host_syncs == 0
-    assert traffic.reductions == 8 + 1  # the energy's sum; the slack once
+    assert traffic.reductions == 8 + 1  # the energy's sum; the list margin once
 
 
 @ranks(1, 3)
