@@ -24,7 +24,7 @@ from alchemi_kernels.lennard_jones import lennard_jones_in_torch
 def listed(atoms, model, skin, device):
     """The list that the kernel's forms share."""
     config = DomainConfig(Comm(device=torch.device(device)))
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     names = ("positions", "edge_index", "edge_shifts", "cell", "batch")
     data = DistributedModel(model, config).prepare(batch, skin=skin)
     points, edge_index, shifts, cell, systems = (data[name].as_subclass(torch.Tensor) for name in names)

@@ -91,7 +91,7 @@ class Ours(Calculator):
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         super().calculate(atoms, properties, system_changes)
-        results = DistributedModel(LennardJones())(ShardedBatch.share(Batch.from_ase(atoms)))
+        results = DistributedModel(LennardJones())(ShardedBatch.scatter(Batch.from_ase(atoms)))
         energy = results["energy"].item()
         stress = full_3x3_to_voigt_6_stress(results["stress"][0].numpy())
         self.results = {"energy": energy, "free_energy": energy, "forces": results["forces"].numpy(), "stress": stress}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from ase.md.nose_hoover_chain import MTKNPT, IsotropicMTKNPT, NoseHooverChainNVT
 from ase.md.verlet import VelocityVerlet
 from scipy.linalg import expm_frechet
 
+from alchemi_domain import AtomBuffers, ShardedBatch
 from alchemi_dynamics import (
     FIRE,
     NPT,
@@ -26,7 +29,7 @@ from alchemi_dynamics import (
 from alchemi_dynamics.chain import Chain
 from alchemi_dynamics.matrices import derivative_of_exponential, exponential, exponential_and_mean
 from alchemi_dynamics.noise import philox
-from alchemi_shardtensor import Comm
+from alchemi_shardtensor import Comm, DomainConfig
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import InputError
 
@@ -90,15 +93,22 @@ def state_of(*frames, evaluate=evaluate_argon):
     """As ASE counts: 3N degrees of freedom."""
     counts = torch.tensor([len(a) for a in frames])
     join = lambda values: torch.from_numpy(np.concatenate(values))  # noqa: E731
-    state = State(
-        comm=Comm(),
+    batch = ShardedBatch(
+        DomainConfig(),
         positions=join([a.positions for a in frames]),
-        velocities=join([a.get_velocities() * units.fs for a in frames]),
-        masses=join([a.get_masses() for a in frames]),
+        atomic_numbers=join([a.numbers for a in frames]),
         batch=torch.arange(len(frames)).repeat_interleave(counts),
         ids=torch.arange(int(counts.sum())),
         cell=torch.from_numpy(np.stack([a.cell.array for a in frames])),
         pbc=torch.from_numpy(np.stack([a.pbc for a in frames])),
+        n_atoms=int(counts.sum()),
+        extra_fields={
+            "velocities": join([a.get_velocities() * units.fs for a in frames]),
+            "masses": join([a.get_masses() for a in frames]),
+        },
+    )
+    state = State(
+        AtomBuffers(batch),
         forces=torch.zeros(int(counts.sum()), 3, dtype=torch.float64),
         energy=torch.zeros(len(frames), dtype=torch.float64),
         freedom=3.0 * counts.double(),
@@ -429,11 +439,11 @@ def test_thermalized_systems_rest_as_a_whole_and_have_their_temperature():
 
 
 def own_of(state, comm):
-    """This rank's atoms of a whole: two of three ranks share, the third has none."""
+    """This rank's atoms of a whole: two of three ranks have some, the third has none."""
     mine = state.ids % min(comm.size, 2) == comm.rank
-    rows = {name: getattr(state, name)[mine] for name in ("positions", "velocities", "masses", "batch", "ids", "forces")}
-    whole = {name: getattr(state, name).clone() for name in ("cell", "pbc", "energy", "freedom", "stress")}
-    return State(comm=comm, **rows, **whole)
+    batch = replace(state.rows.with_row_fields(lambda _, rows: rows[mine]), config=DomainConfig(comm))
+    whole = {name: getattr(state, name).clone() for name in ("energy", "freedom", "stress")}
+    return State(AtomBuffers(batch.with_system_fields(torch.clone)), forces=state.forces[mine], **whole)
 
 
 MAKERS = {

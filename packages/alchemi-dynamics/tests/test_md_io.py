@@ -49,7 +49,7 @@ def prepared(comm, integrator, hooks=(), frames=None, fields=None, kelvin=300.0)
     """Every rank calls it; atoms are at `kelvin`."""
     whole = Batch.from_ase(argon() if frames is None else frames)
     whole = whole if fields is None else fields(whole)
-    batch = ShardedBatch.share(whole if comm.rank == 0 else None, DomainConfig(comm))
+    batch = ShardedBatch.scatter(whole if comm.rank == 0 else None, DomainConfig(comm))
     simulation = started(comm, batch, integrator, hooks)
     thermalize(simulation.state, kelvin, seed=1)
     return simulation
@@ -212,7 +212,7 @@ def test_each_of_several_systems_has_its_file(comm, tmp_path):
 
 def test_masses_that_are_not_the_elements_are_written(tmp_path):
     isotopes = torch.full((32,), 36.0, dtype=torch.float64)
-    batch = ShardedBatch.share(Batch.from_ase(argon())).carrying(masses=isotopes)
+    batch = ShardedBatch.scatter(Batch.from_ase(argon())).with_extra_fields(masses=isotopes)
     with writer(tmp_path / "out.extxyz") as hook:
         simulation = started(Comm(), batch, NVE(4.0), [hook])
         thermalize(simulation.state, 300.0, seed=1)
@@ -405,7 +405,7 @@ def test_a_torn_checkpoint_leaves_the_one_before(comm, tmp_path):
     batch, step, _, _ = load_checkpoint(path, DomainConfig(comm))
     assert step == 5
     np.testing.assert_array_equal(batch.gather(batch.positions), keep.frames[5]["positions"])
-    np.testing.assert_array_equal(batch.gather(batch.carried["velocities"]), keep.frames[5]["velocities"])
+    np.testing.assert_array_equal(batch.gather(batch.extra_fields["velocities"]), keep.frames[5]["velocities"])
     comm.agree(None)
     assert len(list(path.glob("step-*"))) == 2
     comm.agree(None)
@@ -437,7 +437,7 @@ def test_every_field_survives_in_its_dtype(comm, tmp_path):
     for before, after in ((expected.per_atom, batch.per_atom), (expected.per_system, batch.per_system)):
         assert before.keys() == after.keys()
         assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
-    assert torch.equal(batch.ids, torch.arange(32)) and batch.carried.keys() == {"velocities", "masses"}
+    assert torch.equal(batch.ids, torch.arange(32)) and batch.extra_fields.keys() == {"velocities", "masses"}
     now = simulation.integrator.state_dict()
     assert saved.keys() == now.keys() and all(torch.equal(saved[name], now[name]) for name in saved)
 

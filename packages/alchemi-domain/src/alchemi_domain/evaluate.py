@@ -91,7 +91,7 @@ def _read(file: str, index: str) -> list[Atoms]:
 def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | None, check: bool) -> Frame:
     comm = model.config.comm
     start = time.perf_counter()
-    batch = ShardedBatch.share(whole, model.config)
+    batch = ShardedBatch.scatter(whole, model.config)
     data = model.prepare(batch)
     results = model.compute(data, batch, ("energy", "forces", "stress"))
     results["forces"] = batch.gather(results["forces"])
@@ -113,7 +113,7 @@ def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | N
 def _parity(model: nn.Module, whole: Batch, results: dict[str, Tensor]) -> dict[str, float]:
     """How far `results` are from one rank's: energy relative, forces and stress the largest difference."""
     config = DomainConfig(Comm(device=results["energy"].device))
-    one: dict[str, Any] = DistributedModel(model, config)(ShardedBatch.share(whole, config))
+    one: dict[str, Any] = DistributedModel(model, config)(ShardedBatch.scatter(whole, config))
     gaps = {name: (one[name] - results[name]).abs().max().item() for name in one}
     gaps["energy"] /= max(abs(one["energy"].item()), 1e-30)
     return gaps

@@ -52,7 +52,7 @@ class Checkpoint:
         """Write one now. Every rank must call it."""
         comm, batch = simulation.state.comm, simulation.domain.batch
         folder = _new_folder(self.path, simulation.state.step, comm)
-        _, stretch = batch.in_order(*_per_atom(batch).values())
+        _, stretch = batch.to_global_order(*_per_atom(batch).values())
         with comm.agreement():
             _save(dict(zip(_per_atom(batch), stretch, strict=True)), _part(folder, comm.rank))
             if comm.rank == 0:
@@ -96,15 +96,15 @@ def load_checkpoint(
         index = _read_index(folder) if comm.rank == 0 else {}
     index = comm.broadcast_object(index)
     with comm.agreement():
-        rows, ids, carried, integrator = _read_share(folder / index["folder"], index, comm)
-    batch = ShardedBatch.from_owned(rows, ids, config, carried)
+        rows, ids, extra_fields, integrator = _read_share(folder / index["folder"], index, comm)
+    batch = ShardedBatch.from_owned(rows, ids, config, extra_fields)
     return batch, index["step"], {name: value.to(comm.device) for name, value in integrator.items()}, index
 
 
 def _per_atom(batch: ShardedBatch) -> dict[str, Tensor]:
     """Every field of this rank's atoms, under a name of its own."""
     basic = {name: getattr(batch, name) for name in BASIC}
-    levels = {"per_atom": batch.per_atom, "carried": batch.carried}
+    levels = {"per_atom": batch.per_atom, "carried": batch.extra_fields}  # as the files of version 1 name them
     return basic | {f"{level}/{name}": value for level, fields in levels.items() for name, value in fields.items()}
 
 
@@ -173,10 +173,10 @@ def _read_share(
     except Exception as error:
         raise InputError(f"the checkpoint in {folder} is damaged: {type(error).__name__}: {error}") from error
     rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    per_atom, carried = _level(rows, "per_atom"), _level(rows, "carried")
+    per_atom, extra_fields = _level(rows, "per_atom"), _level(rows, "carried")
     atoms = rows["positions"], rows["atomic_numbers"], rows["batch"]
     batch = Batch(*atoms, systems["cell"], systems["pbc"], per_atom, systems["per_system"])
-    return batch, torch.arange(first, last), carried, systems["integrator"]
+    return batch, torch.arange(first, last), extra_fields, systems["integrator"]
 
 
 def _level(rows: Mapping[str, Tensor], level: str) -> dict[str, Tensor]:

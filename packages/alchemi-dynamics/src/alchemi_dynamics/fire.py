@@ -11,7 +11,7 @@ from alchemi_dynamics.cells import coordinates
 from alchemi_dynamics.parameters import at_least_one, positive, restore
 from alchemi_dynamics.state import AMU_A2_PER_FS2, State
 
-SAVED = ("timestep", "alpha", "downhill", "largest", "products", "cell_velocities")
+SAVED = ("timesteps", "alpha", "downhill", "largest", "products", "cell_velocities")
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,9 @@ class FIRE:
     """
 
     conserves_momentum = False
-    timestep: Tensor
-    """(B,) fs."""
+    timestep: None = None
+    timesteps: Tensor
+    """(B,) fs, of each system's next step."""
     alpha: Tensor
     """(B,) how much of the velocity is turned into the direction of the force."""
     downhill: Tensor
@@ -73,7 +74,7 @@ class FIRE:
         """At rest."""
         self.coordinates.start(state)
         state.velocities.zero_()
-        self.timestep = torch.full_like(state.energy, self.pace.timestep)
+        self.timesteps = torch.full_like(state.energy, self.pace.timestep)
         self.alpha = torch.full_like(state.energy, self.pace.alpha)
         self.downhill = torch.zeros_like(state.energy)
         self.cell_velocities = torch.zeros_like(state.cell)
@@ -84,7 +85,7 @@ class FIRE:
     def first_half(self, state: State) -> None:
         """A kick and a drift, no longer than the longest step."""
         moving = self.largest >= self.fmax
-        time = torch.where(moving, self.timestep, 0.0)
+        time = torch.where(moving, self.timesteps, 0.0)
         kick = time / AMU_A2_PER_FS2
         atoms, cells = self.coordinates.forces(state)
         state.velocities += kick[state.batch, None] * atoms
@@ -113,9 +114,9 @@ class FIRE:
 
     def _set_pace(self, down: Tensor) -> None:
         hurry = down & (self.downhill > self.pace.patience)
-        faster = (self.timestep * self.pace.faster).clamp(max=self.pace.longest_timestep)
-        slower = self.timestep * self.pace.slower
-        self.timestep.copy_(torch.where(hurry, faster, torch.where(down, self.timestep, slower)))
+        faster = (self.timesteps * self.pace.faster).clamp(max=self.pace.longest_timestep)
+        slower = self.timesteps * self.pace.slower
+        self.timesteps.copy_(torch.where(hurry, faster, torch.where(down, self.timesteps, slower)))
         lower = torch.where(hurry, self.alpha * self.pace.alpha_decay, self.alpha)
         self.alpha.copy_(torch.where(down, lower, self.pace.alpha))
         self.downhill.copy_(torch.where(down, self.downhill + 1, 0.0))

@@ -34,7 +34,7 @@ from alchemi_dynamics.velocities import thermalize
 from alchemi_dynamics.writers import TrajectoryWriter, Writer, opener, xyz_text
 from alchemi_dynamics.zarr_writer import ZarrWriter
 from alchemi_shardtensor import Comm, DomainConfig
-from alchemi_shardtensor.config import MODES
+from alchemi_shardtensor.transport import MODES
 from alchemi_spec import InputError
 
 PHYSICS = ("model", "dtype", "ensemble", "temperature", "pressure", "cell", "timestep", "friction", "damping", "seed")
@@ -191,7 +191,7 @@ def molecular_dynamics(comm: Comm, settings: MDSettings) -> Iterator[Job | Repor
         if step is not None:
             simulation.resume(step, saved)
             thermo.begin(simulation)
-        elif "velocities" not in batch.carried and settings.temperature is not None:
+        elif "velocities" not in batch.extra_fields and settings.temperature is not None:
             thermalize(simulation.state, settings.temperature, settings.seed)
         started = time.perf_counter()
         yield from _advance(simulation, thermo, settings)

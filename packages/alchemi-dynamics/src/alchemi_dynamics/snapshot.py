@@ -21,8 +21,8 @@ Array = np.ndarray[Any, Any]
 
 def time_of(simulation: Simulation) -> float | None:
     """The time in fs, or None where steps are not time, as in a relaxation."""
-    timestep = getattr(simulation.integrator, "timestep", None)
-    return simulation.state.step * timestep if isinstance(timestep, float) else None
+    timestep = simulation.integrator.timestep
+    return None if timestep is None else simulation.state.step * timestep
 
 
 def on_host(tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
@@ -52,7 +52,7 @@ class Static:
     @classmethod
     def gathered(cls, batch: ShardedBatch) -> "Static":
         """On rank 0; without atoms on the others. Every rank must call it."""
-        fields = batch.atomic_numbers, batch.batch, batch.carried["masses"]
+        fields = batch.atomic_numbers, batch.batch, batch.extra_fields["masses"]
         numbers, systems, masses = (batch.gather(f, dst=0).cpu().numpy() for f in fields)
         names = [name for name in ("charge", "spin") if name in batch.per_system]
         info = [{name: batch.per_system[name][b].item() for name in names} for b in range(len(batch.cell))]

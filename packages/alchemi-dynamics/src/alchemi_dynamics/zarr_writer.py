@@ -75,7 +75,7 @@ class ZarrWriter(Writer):
             self._write_fixed(batch)
 
     def _write_fixed(self, batch: ShardedBatch) -> None:
-        first, fixed = batch.in_order(batch.atomic_numbers, batch.batch, batch.carried["masses"], unit=self._chunk)
+        first, fixed = batch.to_global_order(batch.atomic_numbers, batch.batch, batch.extra_fields["masses"], unit=self._chunk)
         for name, rows in zip(FIXED, fixed, strict=False):
             if len(rows):
                 _array(self._group, name)[first : first + len(rows)] = rows.cpu().numpy()
@@ -109,7 +109,7 @@ class ZarrWriter(Writer):
         batch, state = simulation.domain.batch, simulation.state
         written = -int(self._comm.all_reduce(torch.tensor(-thread.done), "max"))
         rows = [getattr(state, name).to(getattr(torch, self.dtype)) for name in PER_ATOM]
-        first, mine = batch.in_order(*rows, unit=self._chunk)
+        first, mine = batch.to_global_order(*rows, unit=self._chunk)
         few = _per_frame(simulation) if self._comm.rank == 0 else {}
         copy, frame, shown = on_host([*mine, *few.values()]), self._kept + self._handed, self._kept + written
         thread.put(lambda: self._write(frame, first, dict(zip([*PER_ATOM, *few], copy(), strict=True)), shown))

@@ -14,7 +14,17 @@ from alchemi_spec.adapters import (
     SliceOutputsOwned,
     SliceOwned,
 )
-from alchemi_spec.contract import FIELDS, Field, Level, Model, ModelInput, ModelOutput, check_elements
+from alchemi_spec.contract import (
+    FIELDS,
+    Field,
+    HasEdgeLists,
+    Level,
+    Model,
+    ModelInput,
+    ModelOutput,
+    ValidatesStructures,
+    check_elements,
+)
 from alchemi_spec.errors import (
     AlchemiError,
     InputError,
@@ -67,6 +77,7 @@ __all__ = [
     "GatherRule",
     "GraphParallelPolicy",
     "HaloStoragePolicy",
+    "HasEdgeLists",
     "InputError",
     "InputTransform",
     "InvalidCell",
@@ -96,5 +107,6 @@ __all__ = [
     "StrategyKind",
     "UnsupportedElement",
     "UntrustedPickle",
+    "ValidatesStructures",
     "check_elements",
 ]
