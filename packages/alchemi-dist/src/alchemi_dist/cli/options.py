@@ -7,6 +7,7 @@ from inspect import Parameter, Signature, signature
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from pydantic.fields import FieldInfo
 from rich.console import Console
 
 from alchemi_dist.cli.launch import console_for, one_line_errors
@@ -42,15 +43,20 @@ def _parameters(kind: type[BaseSettings]) -> list[Parameter]:
 def _parameter(kind: type[BaseSettings], name: str, hint: Any) -> Parameter:
     option, field = option_of(kind, name), kind.model_fields[name]
     assert option is not None
-    default = (
-        Parameter.empty if field.is_required() else NONE if _may_be_none(hint) and field.default is None else field.default
-    )
     if isinstance(option, Argument):
         info = typer.Argument(help=option.help)
     else:
         flag = option.flag or "--" + name.replace("_", "-")
         info = typer.Option(flag, help=option.help, min=_minimum(field.metadata, hint))
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[_type(option, hint), info])
+    return Parameter(
+        name, Parameter.KEYWORD_ONLY, default=_default(field, hint), annotation=Annotated[_type(option, hint), info]
+    )
+
+
+def _default(field: FieldInfo, hint: Any) -> Any:
+    if field.is_required():
+        return Parameter.empty
+    return NONE if field.default is None and _may_be_none(hint) else field.default
 
 
 def _may_be_none(hint: Any) -> bool:
