@@ -18,7 +18,7 @@ from common import argon, write_report
 
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
 from alchemi_kernels import FullList, lennard_jones
-from alchemi_kernels.pairs import lennard_jones_in_torch
+from alchemi_kernels.lennard_jones import lennard_jones_in_torch
 
 
 def listed(atoms, model, skin, device):
@@ -60,13 +60,13 @@ def forms(device, tiles):
     plain = {"torch": lambda given, constants, virial: lennard_jones_in_torch(given, *constants.values(), virial)}
     if device == "cpu":
         return plain
-    from alchemi_kernels import fused  # noqa: PLC0415  Triton is only where torch brings it
+    from alchemi_kernels import lennard_jones_triton  # noqa: PLC0415  torch on the CPU comes without Triton
 
     made = {
-        f"triton {','.join(map(str, tile))}": lambda given, constants, virial, tile=tile: fused.lennard_jones(
+        f"triton {','.join(map(str, tile))}": lambda given, constants, virial, tile=tile: lennard_jones_triton.lennard_jones(
             given, *constants.values(), virial, tile
         )
-        for tile in [fused.Tile(*tile) for tile in tiles] or [fused.TILE]
+        for tile in [lennard_jones_triton.Tile(*tile) for tile in tiles] or [lennard_jones_triton.TILE]
     }
     return {
         **plain,

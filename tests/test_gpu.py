@@ -188,7 +188,7 @@ def edges(comm, name):
         torch.zeros(len(mine), dtype=torch.long, device=device),
         *(t.to(device) for t in where),
     )
-    routing, index, shifts = HaloStrategy().connect(*on_device, cutoff, comm)
+    routing, index, shifts = HaloStrategy().build_neighbour_list(*on_device, cutoff, comm)
     ids = routing.padded(mine.to(device))
     rows = torch.cat([ids[index.flip(0)].T, shifts.long()], dim=1).cpu()
     return comm.all_gather_rows(rows).unique(dim=0), sum(comm.gather_objects(len(rows)))

@@ -202,7 +202,9 @@ class DistributedModel(nn.Module):
         depth = 1 if storage.folds else getattr(policy, "depth", 1)
         among = Comm() if storage.replicated else comm
         reach = max(cutoffs(self.model).values()) + skin
-        edges = self.strategy.connect(atoms["positions"], atoms["batch"], batch.cell, batch.pbc, reach, among, depth)
+        edges = self.strategy.build_neighbour_list(
+            atoms["positions"], atoms["batch"], batch.cell, batch.pbc, reach, among, depth
+        )
         return edges._replace(routing=Routing.alone(len(atoms["batch"]), comm)) if storage.replicated else edges
 
     def compute(self, data: Mapping[str, Tensor], batch: ShardedBatch, outputs: Sequence[str]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from alchemi_domain.distributed_model import DistributedModel
 from alchemi_domain.edge_lists import cutoffs
 from alchemi_domain.sharded_batch import ShardedBatch
 from alchemi_domain.static_buffers import Capacity, Room, routing_of
-from alchemi_kernels import Frames
+from alchemi_kernels import LatticeFrames
 from alchemi_shardtensor import Captured, SideStream
 from alchemi_shardtensor.compiled import compiled
 from alchemi_spec import MissingHandler, OutputKind, SpecError
@@ -141,7 +141,7 @@ class Domain:
     def connect(self) -> None:
         """Make lists and ghosts anew, atoms staying where they are. Every rank must call it."""
         data, before = self.model.prepare(self.batch, skin=self.skin), self.room
-        frames = Frames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
+        frames = LatticeFrames.of(self.batch.cell, self.batch.pbc).to(self.batch.comm.device)
         if self._has_room and routing_of(data).place is not None:
             self.why_eager, self._has_room = "an all-gather brings the rows of all atoms", False
             self.room, self._evaluations = None, {}  # also where it is atoms that have come closer that make it so

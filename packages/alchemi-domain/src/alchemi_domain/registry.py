@@ -43,7 +43,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def connect(
+    def build_neighbour_list(
         self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
     ) -> Edges:
         """All edges of this rank's atoms, of their senders too for depth 2, and so on; and the routing of all senders."""

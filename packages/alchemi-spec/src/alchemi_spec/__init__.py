@@ -1,4 +1,4 @@
-"""What a model declares so that alchemi can run it on many GPUs. No torch here: plain values, JSON in and out."""
+"""The values by which a model declares how alchemi can run it on many GPUs. They need no torch, and are saved as JSON."""
 
 from alchemi_spec.adapters import (
     AllReduceSum,
