@@ -16,9 +16,9 @@ from alchemi_dynamics import (
     FIRE,
     NPT,
     NVE,
+    FIREParameters,
     Langevin,
     NoseHooverChain,
-    Pace,
     State,
     maxwell_boltzmann,
     normal,
@@ -388,21 +388,21 @@ def test_langevin_gives_every_atom_its_share():
 def test_a_thermostat_holds_the_temperature():
     """d(rate)/dt = (T / target - 1) / τ^2: over a run the mean temperature is off by what the rate has gained, and that is
     bounded."""
-    state, warmth = state_of(fluid(kelvin=90)), []
+    state, temperature_ratio = state_of(fluid(kelvin=90)), []
     nvt = NoseHooverChain(2.0, 40.0, 25.0, chain=1)
-    go(state, nvt, 400, after=lambda: warmth.append(state.temperature().item() / 40.0))
-    excess = np.mean(warmth) - 1
+    go(state, nvt, 400, after=lambda: temperature_ratio.append(state.temperature().item() / 40.0))
+    excess = np.mean(temperature_ratio) - 1
     assert abs(excess - nvt.chain.rates.item() * 25.0**2 / 800.0) < 3e-3
-    assert abs(excess) < 0.05 and np.std(warmth) > 0.1
+    assert abs(excess) < 0.05 and np.std(temperature_ratio) > 0.1
 
 
 @pytest.mark.parametrize(("freedom", "start"), [(3e8, 2.0), (3e5, 10.0)])
 def test_a_chain_survives_many_atoms_far_from_their_temperature(freedom, start):
-    chain, warmth = Chain("damping", 100.0, 3, 1), torch.tensor([start], dtype=torch.float64)
-    chain.start(warmth)
+    chain, temperature_ratio = Chain("damping", 100.0, 3, 1), torch.tensor([start], dtype=torch.float64)
+    chain.start(temperature_ratio)
     for _ in range(1000):
-        warmth = warmth * chain.advance(warmth, freedom, 1.0).square()
-    assert 0.8 < warmth.item() < 1.1
+        temperature_ratio = temperature_ratio * chain.advance(temperature_ratio, freedom, 1.0).square()
+    assert 0.8 < temperature_ratio.item() < 1.1
 
 
 def test_velocities_are_maxwells():
@@ -572,8 +572,8 @@ def test_a_restart_goes_on_bit_by_bit(name):
         (lambda: NPT(1.0, 300.0, 0.0, pressure_damping=-1.0), "pressure_damping is -1.0 fs"),
         (lambda: FIRE(0.0), "fmax is 0.0"),
         (lambda: FIRE(0.05, cell="hexagonal"), "None, 'isotropic', 'full'"),
-        (lambda: Pace(slower=1.5), "slower is 1.5"),
-        (lambda: Pace(longest_step=-0.2), "longest_step is -0.2"),
+        (lambda: FIREParameters(timestep_shrink=1.5), "timestep_shrink is 1.5"),
+        (lambda: FIREParameters(max_step=-0.2), "max_step is -0.2"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(make, words):
