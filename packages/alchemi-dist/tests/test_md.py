@@ -51,8 +51,8 @@ def test_md_on_two_ranks_and_on_from_its_checkpoint(file, tmp_path):
     call(*common, file, "--ranks", 2, "--steps", 30, "--json", "first.json")
     index = json.loads((tmp_path / "check" / "checkpoint.json").read_text())
     assert index["step"] == 30 and index["settings"]["ensemble"] == "langevin"
-    told = call(*common, "--restart", "check", "--steps", 45, "--out", "last.extxyz", "--seed", 1).output
-    assert "seed: 0 -> 1" in told and "steps 30 to 45" in told and "step 45: " in told
+    output = call(*common, "--restart", "check", "--steps", 45, "--out", "last.extxyz", "--seed", 1).output
+    assert "seed: 0 -> 1" in output and "steps 30 to 45" in output and "step 45: " in output
     steps = [atoms.info["step"] for atoms in ase.io.read("out.extxyz", ":")]
     assert steps == [0, 10, 20, 30, 40]
     assert [row["step"] for row in csv.DictReader((tmp_path / "log.csv").read_text().splitlines())] == [
@@ -124,7 +124,7 @@ def test_relax_that_does_not_get_there_exits_with_1(file):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "output"),
     [
         (["md", "nowhere.extxyz"], "ASE cannot read nowhere.extxyz"),
         (["md"], "there is nothing to start from"),
@@ -140,16 +140,16 @@ def test_relax_that_does_not_get_there_exits_with_1(file):
         (["relax", "argon.extxyz", "--skin", "-1"], "skin is -1.0 Å"),
     ],
 )
-def test_bad_input_is_one_message_and_exits_with_2(file, arguments, told):
-    assert told in call(*arguments, "--model", "lj", code=2).output
+def test_bad_input_is_one_message_and_exits_with_2(file, arguments, output):
+    assert output in call(*arguments, "--model", "lj", code=2).output
 
 
 def test_bad_input_on_two_ranks_exits_with_2(file):
     free = argon()
     free.pbc = False
     ase.io.write("free.extxyz", free)
-    told = call("md", "free.extxyz", "--model", "lj", "--ensemble", "npt", "--temperature", 20, "--ranks", 2, code=2).output
-    assert "NPT changes the cell" in told
+    output = call("md", "free.extxyz", "--model", "lj", "--ensemble", "npt", "--temperature", 20, "--ranks", 2, code=2).output
+    assert "NPT changes the cell" in output
 
 
 def test_an_ensemble_of_another_package_reaches_the_command_line(file, tmp_path, monkeypatch):
