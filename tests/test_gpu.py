@@ -82,7 +82,7 @@ def gaps(comm):
     with torch.device(comm.device):
         found = {}
         for collective in ("exchange", "all_gather"):
-            routing = graph.routing.by(collective)
+            routing = graph.routing.with_collective(collective)
             for features in ((), (4,), (2, 3), (0,)):
                 x, g = (torch.randn(n, *features, dtype=F64) for n in (routing.n_owned, routing.n_ghost))
                 found[collective, features] = adjoint_gap(routing.exchange, x, comm)
@@ -189,7 +189,7 @@ def edges(comm, name):
         *(t.to(device) for t in where),
     )
     routing, index, shifts = HaloStrategy().build_neighbour_list(*on_device, cutoff, comm)
-    ids = routing.padded(mine.to(device))
+    ids = routing.with_ghosts(mine.to(device))
     rows = torch.cat([ids[index.flip(0)].T, shifts.long()], dim=1).cpu()
     return comm.all_gather_rows(rows).unique(dim=0), sum(comm.gather_objects(len(rows)))
 

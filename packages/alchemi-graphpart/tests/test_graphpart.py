@@ -41,7 +41,7 @@ def edges_of_all_ranks(comm, chosen, positions, batch, cell, pbc, cutoff, depth=
     routing, (sender, receiver), shifts = chosen.build_neighbour_list(
         positions[mine], batch[mine], cell, pbc, cutoff, comm, depth
     )
-    ids = routing.padded(mine)
+    ids = routing.with_ghosts(mine)
     assert len(ids) == routing.n_owned + routing.n_ghost == len(ids.unique())
     assert torch.equal(receiver, receiver.sort().values) and (depth > 1 or (receiver < len(mine)).all())
     edges = [(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)]
@@ -81,7 +81,7 @@ def test_a_list_of_depth_2_also_has_the_edges_of_senders(comm):
     routing, (sender, receiver), shifts = EVERY[0].build_neighbour_list(
         positions[mine], batch[mine], cell, ALL, 4.0, comm, depth=2
     )
-    ids = routing.padded(mine)
+    ids = routing.with_ghosts(mine)
     found = {(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)}
     owned = set(mine.tolist())
     reached = owned | {s for r, s, *_ in whole if r in owned}

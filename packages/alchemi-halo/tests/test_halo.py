@@ -47,7 +47,7 @@ def edges_of_all_ranks(comm, positions, batch, cell, pbc, cutoff, halo=BISECTION
     partition = halo.partition(positions[some], batch[some], cell, pbc, comm)
     mine = (partition.owners(positions, batch, cell, pbc) == comm.rank).nonzero().flatten()
     routing, (sender, receiver), shifts = halo.build_neighbour_list(positions[mine], batch[mine], cell, pbc, cutoff, comm)
-    ids = routing.padded(mine)
+    ids = routing.with_ghosts(mine)
     assert len(ids) == routing.n_owned + routing.n_ghost == len(ids.unique())
     assert torch.equal(receiver, receiver.sort().values)
     edges = [(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)]
@@ -168,7 +168,7 @@ def test_a_list_of_depth_2_or_more_also_has_the_edges_of_senders(comm, depth):
     routing, (sender, receiver), shifts = BISECTION.build_neighbour_list(
         positions[mine], batch[mine], cell, pbc, cutoff, comm, depth
     )
-    ids, receivers = routing.padded(mine), set(mine.tolist())
+    ids, receivers = routing.with_ghosts(mine), set(mine.tolist())
     for _ in range(depth - 1):
         receivers |= {s for r, s, *_ in every if r in receivers}
     found = [(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)]
