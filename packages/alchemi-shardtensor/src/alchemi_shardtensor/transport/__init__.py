@@ -14,6 +14,7 @@ from alchemi_shardtensor.transport.comm import Comm, Traffic
 from alchemi_shardtensor.transport.config import MODES, DomainConfig
 from alchemi_shardtensor.transport.launch import RankPool, comm_from_environment
 from alchemi_shardtensor.transport.routing import Edges, Owners, Routing
+from alchemi_shardtensor.transport.strategy import Partition, Strategy
 
 __all__ = [
     "MODES",
@@ -22,9 +23,11 @@ __all__ = [
     "DomainConfig",
     "Edges",
     "Owners",
+    "Partition",
     "PrefetchedGhosts",
     "RankPool",
     "Routing",
+    "Strategy",
     "Traffic",
     "all_gather_rows",
     "comm_from_environment",

@@ -17,7 +17,7 @@ class DomainConfig:
     """The ranks to use, the strategy that distributes the atoms over them, and how steps are run.
 
     `comm`: the ranks; default a world of one. `strategy`: the name of an entry point in `alchemi.strategies`, or such an
-    object, as `HaloStrategy(cuts="grid", shape=(2, 2, 1))`.
+    object, as `HaloStrategy(method="grid", shape=(2, 2, 1))`.
 
     `compile`: `capture` runs the steps of a domain on tensors of fixed size, on CUDA in CUDA graphs; `inductor` compiles
     them first; `off` is eager; `auto` is the model's choice, by default `capture` on CUDA and `off` on the CPU.

@@ -1,4 +1,4 @@
-"""The plain form against brute force and derivatives; the fused form against the plain one."""
+"""Lennard-Jones in plain torch against brute force and derivatives; the Triton kernel against plain torch."""
 
 import os
 import subprocess
@@ -10,21 +10,21 @@ import torch
 from systems import CUTOFF, CUTOFFS, SYSTEMS, edges_beyond, first, moved, parameters
 
 from alchemi_kernels import lennard_jones
-from alchemi_kernels.pairs import lennard_jones_pair
+from alchemi_kernels.lennard_jones import lennard_jones_pair
 
 EXACT = 1e-12
-FP32 = 2e-6  # of sums of a hundred terms that cancel
+FP32 = 2e-6  # sums of a hundred terms that cancel
 
 
 def close(got, expected, tolerance):
-    """All numbers, relative to the largest of their kind."""
+    """Compare all numbers, relative to the largest of each field."""
     for a, b in zip(got, expected, strict=True):
         scale = b.abs().max().item() if b.numel() else 0.0
         torch.testing.assert_close(a, b.to(a.dtype), rtol=0, atol=tolerance * max(scale, 1e-3))
 
 
 def brute_force(system, points, strain):
-    """Energies (n,) from the pairs' potential energy alone, differentiable; edges beyond the cutoff left out."""
+    """Differentiable energies (n,) from the formula of a pair; edges beyond the cutoff are left out."""
     points, cell = points + points @ strain, system.cell + system.cell @ strain
     lattice = torch.einsum("ei,eij->ej", system.shifts, cell[system.batch[system.receiver]])
     r = (points[system.sender] - points[system.receiver] + lattice).norm(dim=1)
@@ -37,7 +37,7 @@ def brute_force(system, points, strain):
 
 
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name != "with ghosts"])
-def test_energies_forces_and_virials_are_those_of_autograd(name):
+def test_energies_forces_and_virials_equal_autograd(name):
     system = SYSTEMS[name]
     points, strain = system.points.clone().requires_grad_(), torch.zeros(3, 3, dtype=torch.float64, requires_grad=True)
     energies = brute_force(system, points, strain)
@@ -47,14 +47,14 @@ def test_energies_forces_and_virials_are_those_of_autograd(name):
     close(found.virials, found.virials.mT, EXACT)
 
 
-def test_ghosts_are_read_and_add_nothing_of_their_own():
+def test_ghosts_are_read_and_have_no_results():
     whole, n = SYSTEMS["a batch"], 27
     found, expected = (lennard_jones(system, **parameters()) for system in (first(whole, n), whole))
     assert len(whole.points) > n and len(first(whole, n).points) == len(whole.points)
     close(found, [field[:n] for field in expected], EXACT)
 
 
-def test_forces_are_the_energys_finite_differences():
+def test_forces_equal_finite_differences_of_the_energy():
     system, h = SYSTEMS["images of 5 atoms"], 1e-5
     forces = lennard_jones(system, **parameters()).forces
     for atom, axis in [(0, 0), (2, 1), (4, 2)]:
@@ -80,7 +80,7 @@ def test_the_switch_begins_and_ends_smoothly():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("cutoff", CUTOFFS)
-def test_an_edge_from_the_cutoff_on_adds_exactly_nothing(cutoff, dtype):
+def test_an_edge_of_the_cutoff_or_longer_adds_exactly_zero(cutoff, dtype):
     given = parameters(dtype) | {"cutoff": cutoff}
     for system in edges_beyond(cutoff):
         assert all((field == 0).all() for field in lennard_jones(system, **given))
@@ -88,7 +88,7 @@ def test_an_edge_from_the_cutoff_on_adds_exactly_nothing(cutoff, dtype):
     assert all((field != 0).any() for field in near)
 
 
-def test_a_position_that_is_not_a_number_is_seen():
+def test_a_nan_position_gives_nan_results():
     system = SYSTEMS["open"]
     points = system.points.clone()
     points[3, 1] = torch.nan
@@ -97,8 +97,8 @@ def test_a_position_that_is_not_a_number_is_seen():
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_float32_is_float64_rounded(name):
-    """From differences in float64, also far from the origin, summed in float64; with virials or without."""
+def test_float32_equals_float64_to_round_off(name):
+    """Differences and sums are in float64, also far from the origin, with virials or without."""
     expected = lennard_jones(SYSTEMS[name], **parameters())
     system = SYSTEMS[name]._replace(points=SYSTEMS[name].points + 1e5)
     found = lennard_jones(system, **parameters(torch.float32))
@@ -110,25 +110,25 @@ def test_float32_is_float64_rounded(name):
     assert bare.virials is None and torch.equal(bare.forces, found.forces) and torch.equal(bare.energies, found.energies)
 
 
-def test_nothing_is_differentiated():
+def test_results_do_not_require_gradients():
     system = SYSTEMS["open"]
     found = lennard_jones(system._replace(points=system.points.clone().requires_grad_()), **parameters())
     assert not any(field.requires_grad for field in found)
 
 
-@pytest.mark.parametrize("script", ["interpreted", "compiled"])
-def test_the_fused_form(script):
-    """Triton is told to interpret when it is imported, so in a process of its own."""
-    told = {"TRITON_INTERPRET": "1"} if script == "interpreted" else {}
+@pytest.mark.parametrize("script", ["triton_interpreted", "triton_compiled"])
+def test_the_triton_kernel(script):
+    """Triton reads TRITON_INTERPRET when it is imported, so this runs in a process of its own."""
+    variables = {"TRITON_INTERPRET": "1"} if script == "triton_interpreted" else {}
     path = Path(__file__).with_name(f"{script}.py")
-    done = subprocess.run([sys.executable, path], env=os.environ | told, capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, path], env=os.environ | variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_fused_form_on_cuda(name, dtype):
+def test_the_triton_kernel_on_cuda(name, dtype):
     on_cuda = moved(SYSTEMS[name], "cuda")
     expected = lennard_jones(SYSTEMS[name], **parameters(dtype))
     found = lennard_jones(on_cuda, **parameters(dtype, "cuda"))
@@ -136,7 +136,7 @@ def test_the_fused_form_on_cuda(name, dtype):
 
 
 @pytest.mark.gpu
-def test_a_captured_call_follows_the_points():
+def test_a_captured_call_reads_the_points_at_each_replay():
     on_cuda = moved(SYSTEMS["a batch"], "cuda")
     given = parameters(device="cuda")
     lennard_jones(on_cuda, **given)

@@ -1,4 +1,7 @@
-"""Fractional coordinates for any cell: a frame has the lattice vectors where the system is periodic, unit vectors elsewhere."""
+"""Fractional coordinates for any cell.
+
+A lattice frame has the cell vectors along periodic directions, and unit vectors normal to them along the others.
+"""
 
 from dataclasses import astuple, dataclass
 
@@ -7,16 +10,16 @@ from torch import Tensor
 
 from alchemi_spec import InvalidCell
 
-THINNEST = 1e-2
-"""Å. A periodic direction thinner than this is a mistake, and would need millions of images."""
+MIN_HEIGHT = 1e-2
+"""Å. A cell thinner than this along a periodic direction is refused: it would need millions of images."""
 
 
 @dataclass(frozen=True)
-class Frames:
-    """One frame for each of B systems, in float64; made on the CPU.
+class LatticeFrames:
+    """One frame for each of B systems, in float64. `of` makes them on the CPU.
 
-    `vectors` (B, 3, 3): rows span space; `inverse` (B, 3, 3); `heights` (B, 3): Å between the planes that bound the unit
-    parallelepiped; `periodic` (B, 3).
+    `vectors` (B, 3, 3): three rows that span space, Å. `inverse` (B, 3, 3): their inverse. `heights` (B, 3): distances in Å
+    between opposite faces of the cell. `periodic` (B, 3): along which vectors the system is periodic.
     """
 
     vectors: Tensor
@@ -25,11 +28,11 @@ class Frames:
     periodic: Tensor
 
     @classmethod
-    def of(cls, cell: Tensor, pbc: Tensor) -> "Frames":
-        """Frames of cells (B, 3, 3) in Å and their periodicity (B, 3). Vectors that are not periodic are ignored.
+    def of(cls, cell: Tensor, pbc: Tensor) -> "LatticeFrames":
+        """The frames of cells (B, 3, 3) in Å with periodicity `pbc` (B, 3). Cell vectors that are not periodic are ignored.
 
         Raises:
-            InvalidCell: naming the system whose periodic vectors are not finite, zero, or dependent.
+            InvalidCell: if periodic vectors are not finite, zero, or linearly dependent. The message names the system.
 
         """
         pbc = pbc.cpu()
@@ -39,26 +42,27 @@ class Frames:
             raise InvalidCell(
                 f"the cell of system {int(finite.logical_not().nonzero()[0])} has entries that are nan or infinite."
             )
-        # right singular vectors beyond the rank are orthogonal to all lattice vectors and to each other
+        # right singular vectors beyond the rank of the lattice are normal to all lattice vectors and to each other
         complement = torch.linalg.svd(lattice).Vh
-        place = torch.where(pbc, 0, pbc.sum(-1, keepdim=True) + (~pbc).cumsum(-1) - 1)
-        fill = complement.gather(1, place[..., None].expand(-1, -1, 3))
+        row = torch.where(pbc, 0, pbc.sum(-1, keepdim=True) + (~pbc).cumsum(-1) - 1)
+        fill = complement.gather(1, row[..., None].expand(-1, -1, 3))
         vectors = torch.where(pbc[..., None], lattice, fill)
-        flat = torch.linalg.det(vectors).abs() < THINNEST**3
+        flat = torch.linalg.det(vectors).abs() < MIN_HEIGHT**3
         inverse = torch.linalg.inv(torch.where(flat[:, None, None], torch.eye(3, dtype=torch.float64), vectors))
         heights = 1 / torch.linalg.vector_norm(inverse, dim=-2)
-        bad = flat | (heights < THINNEST).any(-1)
+        bad = flat | (heights < MIN_HEIGHT).any(-1)
         if bad.any():
             system = int(bad.nonzero()[0])
             raise InvalidCell(
                 f"system {system} is periodic along vectors that do not span a cell: "
-                f"cell = {cell[system].tolist()}, pbc = {pbc[system].tolist()}.\nGive it a cell, or set pbc to False there."
+                f"cell = {cell[system].tolist()}, pbc = {pbc[system].tolist()}.\n"
+                f"Give it a cell with a volume, or set pbc to False along these vectors."
             )
         return cls(vectors, inverse, heights, pbc)
 
-    def to(self, device: torch.device) -> "Frames":
+    def to(self, device: torch.device) -> "LatticeFrames":
         """The same frames on `device`."""
-        return Frames(*(t.to(device) for t in astuple(self)))
+        return LatticeFrames(*(t.to(device) for t in astuple(self)))
 
     def wrapped(self, positions: Tensor, batch: Tensor) -> Tensor:
         """Positions (N, 3) in Å -> fractional coordinates (N, 3), in [0, 1] along periodic directions."""
@@ -66,22 +70,23 @@ class Frames:
         return torch.where(self.periodic[batch], fractional - fractional.floor(), fractional)
 
     def bounds(self, fractional: Tensor, batch: Tensor) -> Tensor:
-        """The lowest and highest coordinates (B, 2, 3) of atoms (N, 3); +inf and -inf for a system without any."""
+        """The lowest and highest coordinates (B, 2, 3) of each system's atoms (N, 3); +inf and -inf if it has none."""
         start = torch.full((len(self.vectors), 3), torch.inf, dtype=torch.float64, device=fractional.device)
         index = batch[:, None].expand_as(fractional)
         low = start.scatter_reduce(0, index, fractional, "amin")
         high = (-start).scatter_reduce(0, index, fractional, "amax")
         return torch.stack([low, high], dim=1)
 
-    def within(self, reach: float, region: Tensor, low: Tensor, high: Tensor, system: Tensor) -> Tensor:
-        """Which boxes (n,) from `low` to `high` (n, 3) of their `system` (n,), or images of them, may come within `reach` Å.
+    def within(self, distance: float, region: Tensor, low: Tensor, high: Tensor, system: Tensor) -> Tensor:
+        """Whether boxes (n,), or their periodic images, may lie within `distance` Å of `region`. Returns booleans (n,).
 
-        Of `region` (n or 1, 2, 3). Conservative: tests the distance between parallel planes, which no distance between
-        points is below. A point is a box from itself to itself.
+        A box goes from `low` to `high` (n, 3) in its `system` (n,); a point is a box from itself to itself. `region`
+        (n or 1, 2, 3). All are fractional coordinates. The test compares distances between lattice planes, which are never
+        more than the distance between points, so it accepts too many boxes and never too few.
         """
         periodic, heights = self.periodic[system], self.heights[system]
         gap = torch.full_like(low, torch.inf)
         for image in (0.0, 1.0, -1.0):
             outside = torch.maximum(region[:, 0] - high - image, low + image - region[:, 1]).clamp(min=0)
             gap = torch.minimum(gap, outside if image == 0 else torch.where(periodic, outside, torch.inf))
-        return (gap * heights <= reach).all(-1)
+        return (gap * heights <= distance).all(-1)

@@ -1,4 +1,4 @@
-"""The same in one Triton kernel: edges are read once, and nothing of an edge's size is written."""
+"""Lennard-Jones in one Triton kernel: each edge is read once, and no tensor with a row per edge is written."""
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -9,13 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alchemi_kernels.pairs import FullList, PairSums
+from alchemi_kernels.lennard_jones import FullList, PairSums
 
 
 class Tile(NamedTuple):
-    """What one program works on: `atoms` receivers with `lanes` edges of each at a time, by `warps` of 32 threads.
+    """The tile of one program: `atoms` receivers, `lanes` edges of each at a time, on `warps` of 32 threads.
 
-    A warp for each atom, so that its edges are added up without shared memory, in three steps for the 90 that are usual.
+    The default is one warp for each atom. Its edges are then summed without shared memory; 90 edges, which are usual, take
+    three steps.
     """
 
     atoms: int = 4
@@ -28,7 +29,7 @@ TILE = Tile()
 
 @triton.jit
 def lennard_jones_pair(square, sigma, epsilon, cutoff):
-    """As `pairs.lennard_jones_pair`, of r^2 and with the derivative over r: one division and one root for each pair."""
+    """`lennard_jones.lennard_jones_pair` as a function of r^2; returns dE/dr / r. One division and one root per pair."""
     inverse = 1 / square
     r = tl.sqrt(square)
     x = tl.minimum(tl.maximum(10 / cutoff * r - 9, 0), 1)
@@ -43,7 +44,7 @@ def lennard_jones_pair(square, sigma, epsilon, cutoff):
 
 @triton.jit
 def _row(base, row, mask):
-    """Three numbers of each row of base (N, 3)."""
+    """Load rows of base (N, 3): three numbers each."""
     at = base + 3 * row
     return tl.load(at, mask, 0), tl.load(at + 1, mask, 0), tl.load(at + 2, mask, 0)
 
@@ -75,7 +76,7 @@ def _lennard_jones(
     ATOMS: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """Atoms along dim 0 and their edges along dim 1; `starts` (n + 1,): where the edges of each atom begin."""
+    """Atoms are along dim 0, their edges along dim 1. `starts` (n + 1,): where the edges of each atom begin."""
     position: tl.constexpr = points.dtype.element_ty
     real: tl.constexpr = sigma.dtype.element_ty
     wide: tl.constexpr = energies.dtype.element_ty
@@ -101,7 +102,7 @@ def _lennard_jones(
         dy = (sy - y + (a * ay + b * by + c * cy)).to(real)
         dz = (sz - z + (a * az + b * bz + c * cz)).to(real)
         square = dx * dx + dy * dy + dz * dz
-        near = listed & ~(square >= reach * reach)  # true of nan, which is to be seen
+        near = listed & ~(square >= reach * reach)  # true for nan, which then shows in the results
         dx, dy, dz = tl.where(near, dx, 0), tl.where(near, dy, 0), tl.where(near, dz, 0)
         pair, slope = lennard_jones_pair(tl.where(near, square, reach * reach), width, depth, reach)
         pair = tl.where(near, pair, 0).to(wide)
@@ -122,14 +123,14 @@ def _lennard_jones(
 
 
 def lennard_jones(edges: FullList, sigma: Tensor, epsilon: Tensor, cutoff: float, virial: bool, tile: Tile = TILE) -> PairSums:
-    """As `alchemi_kernels.lennard_jones`, on CUDA; `benchmarks/kernels.py` tries other tiles."""
+    """`alchemi_kernels.lennard_jones` on CUDA; `benchmarks/kernels.py` tries other tiles."""
     points, sender, receiver, shifts, cell, batch, n = edges
     real, wide, device = sigma.dtype, torch.promote_types(points.dtype, sigma.dtype), points.device
     starts = torch.searchsorted(receiver.contiguous(), torch.arange(n + 1, device=device))
     energies, forces = (torch.empty(n, *shape, dtype=wide, device=device) for shape in ((), (3,)))
     virials = torch.empty(n, 3, 3, dtype=wide, device=device) if virial else None
     given = (t.contiguous() for t in (points, sender, starts, shifts, cell.to(points.dtype), batch))
-    reach = torch.full((), cutoff, dtype=real, device=device)  # no copy from the host; a float would be passed in float32
+    reach = torch.full((), cutoff, dtype=real, device=device)  # filled on the device; a Python float would be passed in float32
     with torch.cuda.device_of(points):
         _lennard_jones[(triton.cdiv(n, tile.atoms),)](
             *given,

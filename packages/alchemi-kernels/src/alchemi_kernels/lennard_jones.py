@@ -1,4 +1,7 @@
-"""Pair potentials on a full list: what each atom gets from its own edges, so that nothing is sent back to any other."""
+"""The Lennard-Jones potential on a full neighbour list, in plain torch; on CUDA by the Triton kernel beside it.
+
+A full list has both directions of each pair, so the edges of an atom hold the whole force on it.
+"""
 
 from typing import NamedTuple
 
@@ -7,7 +10,7 @@ from torch import Tensor
 
 
 class FullList(NamedTuple):
-    """Every edge of the first `n` points, both directions of each pair, sorted by receiver.
+    """A full neighbour list: every edge of the first `n` points, both directions of each pair, sorted by receiver.
 
     `points` (n + ghosts, 3) Å; `sender` and `receiver` (E,); `shifts` (E, 3): whole-numbered S of the geometry
     r = x[sender] + S @ cell[batch[receiver]] - x[receiver]; `cell` (B, 3, 3) Å; `batch` (n,).
@@ -23,9 +26,9 @@ class FullList(NamedTuple):
 
 
 class PairSums(NamedTuple):
-    """Of each receiver: its half of its pairs' energies (n,), the force on it (n, 3), its half of their virials (n, 3, 3).
+    """For each receiver: half of its pairs' energies (n,), the force on it (n, 3), half of its pairs' virials (n, 3, 3).
 
-    A virial is dE/dstrain: symmetric, positive under tension. None where it was not asked for.
+    A virial is dE/dstrain: symmetric, positive under tension. It is None if it was not requested.
     """
 
     energies: Tensor
@@ -38,33 +41,33 @@ def lennard_jones(edges: FullList, *, sigma: Tensor, epsilon: Tensor, cutoff: fl
 
     `sigma` (Å) and `epsilon` (eV): one number each, on the points' device; `cutoff` in Å.
 
-    Vectors are formed in the points' dtype, pairs computed in sigma's, and summed in the wider of both, so that forces add up
-    to zero. An edge of `cutoff` or longer adds exactly nothing. Not differentiable. On CUDA it neither waits for the device
-    nor copies to it, and may be captured.
+    Distance vectors are computed in the points' dtype and pairs in sigma's. Sums are in the wider of both, so forces add up to
+    zero. An edge of `cutoff` or longer adds exactly zero. The result is not differentiable. On CUDA there is no host sync and
+    no copy from the host, so a CUDA graph can capture the call.
     """
     edges = edges._replace(points=edges.points.detach())
     if not edges.points.is_cuda:
         return lennard_jones_in_torch(edges, sigma, epsilon, cutoff, virial)
-    from alchemi_kernels import fused  # noqa: PLC0415  Triton is only where torch brings it
+    from alchemi_kernels import lennard_jones_triton  # noqa: PLC0415  torch on the CPU comes without Triton
 
-    return fused.lennard_jones(edges, sigma, epsilon, cutoff, virial)
+    return lennard_jones_triton.lennard_jones(edges, sigma, epsilon, cutoff, virial)
 
 
 def lennard_jones_in_torch(edges: FullList, sigma: Tensor, epsilon: Tensor, cutoff: float, virial: bool) -> PairSums:
-    """As `lennard_jones`, on any device and of edges in any order; a dozen tensors of the edges' size."""
-    vectors = _vectors(edges).to(sigma.dtype)
+    """`lennard_jones` on any device, with edges in any order. Makes a dozen tensors with one row per edge."""
+    vectors = _distance_vectors(edges).to(sigma.dtype)
     r = torch.linalg.vector_norm(vectors, dim=1)
-    far = r >= cutoff  # not of nan, which is to be seen
+    far = r >= cutoff  # false for nan, which then shows in the results
     r, vectors = torch.where(far, cutoff, r), torch.where(far[:, None], 0, vectors)
     energy, slope = lennard_jones_pair(r, sigma, epsilon, cutoff)
-    energy = torch.where(far, 0, energy)  # at the cutoff the switch is zero to round-off only
+    energy = torch.where(far, 0, energy)  # at the cutoff the switch is zero only to round-off
     force = (slope / r)[:, None] * vectors
     wide = torch.promote_types(edges.points.dtype, sigma.dtype)
     return _summed(edges.receiver, edges.n, energy.to(wide), force.to(wide), vectors.to(wide), virial)
 
 
 def lennard_jones_pair(r: Tensor, sigma: Tensor, epsilon: Tensor, cutoff: float) -> tuple[Tensor, Tensor]:
-    """The pair's energy (E,) at distances r (E,) up to the cutoff, and its derivative (E,)."""
+    """Energies (E,) of pairs at distances r (E,) up to the cutoff, and their derivatives dE/dr (E,)."""
     x = (10 * r / cutoff - 9).clamp(0, 1)
     switch, slope_of_switch = 1 - x**3 * (10 - 15 * x + 6 * x**2), -300 / cutoff * (x * (1 - x)) ** 2
     power6 = (sigma / r) ** 6
@@ -72,15 +75,15 @@ def lennard_jones_pair(r: Tensor, sigma: Tensor, epsilon: Tensor, cutoff: float)
     return bare * switch, slope * switch + bare * slope_of_switch
 
 
-def _vectors(edges: FullList) -> Tensor:
-    """From receivers to senders (E, 3)."""
+def _distance_vectors(edges: FullList) -> Tensor:
+    """Distance vectors (E, 3) from receivers to senders."""
     points, sender, receiver, shifts, cell, batch, _ = edges
     cells = cell.to(points.dtype)[batch[receiver]]
     return points[sender] - points[receiver] + (shifts.to(points.dtype)[:, :, None] * cells).sum(1)
 
 
 def _summed(receiver: Tensor, n: int, energy: Tensor, force: Tensor, vectors: Tensor, virial: bool) -> PairSums:
-    """Edges' energies (E,), forces (E, 3) and, of these and the vectors (E, 3), virials, added up at each receiver."""
+    """Sum the edges' energies (E,), forces (E, 3) and virials (from forces and `vectors` (E, 3)) over each receiver's edges."""
 
     def at_receivers(values: Tensor) -> Tensor:
         return values.new_zeros(n, *values.shape[1:]).index_add_(0, receiver, values)

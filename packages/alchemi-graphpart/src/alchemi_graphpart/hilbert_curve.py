@@ -1,19 +1,19 @@
-"""Where atoms lie along a space-filling curve, which keeps neighbours together."""
+"""The index of atoms along a Hilbert curve: a space-filling curve on which neighbours in space are near each other."""
 
 import torch
 from torch import Tensor
 
-from alchemi_kernels import Frames
+from alchemi_kernels import LatticeFrames
 
 BITS = 20
-"""Of each coordinate: an atom's place on the curve has three times as many, in one int64."""
+"""Bits of each coordinate. The index on the curve has three times as many, in one int64."""
 
 
-def along_curve(positions: Tensor, batch: Tensor, frames: Frames) -> Tensor:
-    """The place (N,) of each of all atoms (N, 3) Å along its system's Hilbert curve.
+def hilbert_index(positions: Tensor, batch: Tensor, frames: LatticeFrames) -> Tensor:
+    """The index (N,) of atoms (N, 3) Å along the Hilbert curve of their system.
 
-    Coordinates are wrapped fractional ones, the longest side first and all in one unit of length, so that blocks of the curve
-    are as compact as the cell lets them be. In a cubic cell the curve is closed: both its ends lie at the same face.
+    Coordinates are wrapped into the cell, with the longest side first and in one unit of length, so that blocks of the curve
+    are as compact as the cell allows. In a cubic cell the curve is closed: its two ends meet at a face.
     """
     inside = frames.wrapped(positions, batch)
     low, high = (b.nan_to_num(posinf=0.0, neginf=0.0) for b in frames.bounds(inside, batch).unbind(1))
@@ -22,13 +22,13 @@ def along_curve(positions: Tensor, batch: Tensor, frames: Frames) -> Tensor:
     order = sides.argsort(dim=-1, descending=True)
     unit = frames.heights / sides.amax(-1, keepdim=True).clamp(min=1e-12)
     scaled = (inside - low[batch]) * unit[batch]
-    return _hilbert((scaled.gather(-1, order[batch]) * 2**BITS).long().clamp(0, 2**BITS - 1))
+    return _index_of((scaled.gather(-1, order[batch]) * 2**BITS).long().clamp(0, 2**BITS - 1))
 
 
-def _hilbert(x: Tensor) -> Tensor:
-    """Whole-numbered coordinates (n, 3) of `BITS` bits -> places (n,) along the Hilbert curve.
+def _index_of(x: Tensor) -> Tensor:
+    """Whole-numbered coordinates (n, 3) of `BITS` bits -> indices (n,) along the Hilbert curve.
 
-    Skilling, AIP Conf. Proc. 707 (2004) 381: turns and mirrors undone from the highest bit down, then a Gray code.
+    Skilling, AIP Conf. Proc. 707 (2004) 381: undo rotations and reflections from the highest bit down, then a Gray code.
     """
     axes = list(x.unbind(-1))
     for bit in range(BITS - 1, 0, -1):
@@ -44,8 +44,8 @@ def _hilbert(x: Tensor) -> Tensor:
     flips = torch.zeros_like(axes[0])
     for bit in range(BITS - 1, 0, -1):
         flips = flips ^ (axes[2] >> bit & 1) * ((1 << bit) - 1)
-    place = torch.zeros_like(axes[0])
+    index = torch.zeros_like(axes[0])
     for bit in range(BITS - 1, -1, -1):
         for axis in axes:
-            place = place << 1 | (axis ^ flips) >> bit & 1
-    return place
+            index = index << 1 | (axis ^ flips) >> bit & 1
+    return index

@@ -1,28 +1,28 @@
-"""The fused form, run by Triton's interpreter, against the plain one. Run with TRITON_INTERPRET=1."""
+"""Compare the Triton kernel, run by Triton's interpreter, with plain torch. Run with TRITON_INTERPRET=1."""
 
 import torch
 from systems import CUTOFFS, SYSTEMS, edges_beyond, parameters
-from test_pairs import EXACT, FP32, close
+from test_lennard_jones import EXACT, FP32, close
 
-from alchemi_kernels import fused, lennard_jones
+from alchemi_kernels import lennard_jones, lennard_jones_triton
 
 
-def fused_form(system, constants, virial=True, tile=fused.TILE):
-    return fused.lennard_jones(system, *constants.values(), virial, tile)
+def by_triton(system, constants, virial=True, tile=lennard_jones_triton.TILE):
+    return lennard_jones_triton.lennard_jones(system, *constants.values(), virial, tile)
 
 
 def main():
     for system in SYSTEMS.values():
         for dtype, tolerance in ((torch.float64, EXACT), (torch.float32, FP32)):
-            expected, found = lennard_jones(system, **parameters(dtype)), fused_form(system, parameters(dtype))
+            expected, found = lennard_jones(system, **parameters(dtype)), by_triton(system, parameters(dtype))
             assert all(a.dtype == torch.float64 for a in found)
             close(found, expected, tolerance)
     narrow = SYSTEMS["open"]._replace(points=SYSTEMS["open"].points.float(), cell=SYSTEMS["open"].cell.float())
     expected = lennard_jones(narrow, **parameters(torch.float32))
     assert expected.forces.dtype == torch.float32
-    close(fused_form(narrow, parameters(torch.float32)), expected, FP32)
+    close(by_triton(narrow, parameters(torch.float32)), expected, FP32)
     shifts = SYSTEMS["a batch"]._replace(shifts=SYSTEMS["a batch"].shifts.float())
-    bare = fused_form(shifts, parameters(), virial=False, tile=fused.Tile(2, 16, 1))
+    bare = by_triton(shifts, parameters(), virial=False, tile=lennard_jones_triton.Tile(2, 16, 1))
     expected = lennard_jones(SYSTEMS["a batch"], **parameters(), virial=False)
     assert bare.virials is None
     close(bare[:2], expected[:2], EXACT)
@@ -30,7 +30,7 @@ def main():
         for dtype in (torch.float64, torch.float32):
             constants = parameters(dtype) | {"cutoff": cutoff}
             for system in edges_beyond(cutoff):
-                assert all((field == 0).all() for field in fused_form(system, constants))
+                assert all((field == 0).all() for field in by_triton(system, constants))
 
 
 if __name__ == "__main__":
