@@ -12,7 +12,7 @@ from toy import Toy, run, same_as_one_rank
 
 from alchemi_domain import Batch, DistributedModel, Domain, ShardedBatch
 from alchemi_models_classical import LennardJones
-from alchemi_shardtensor import Comm, DomainConfig, Edges
+from alchemi_shardtensor import Comm, DomainConfig, Edges, to_local_ids
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import (
     SPEC_DFTD3_HALO,
@@ -79,7 +79,7 @@ def test_edges_come_in_the_order_of_receivers_under_every_specification(comm, na
     config = DomainConfig(comm)
     batch = ShardedBatch.scatter(Batch.from_ase(STRUCTURES["batch"]), config)
     data = DistributedModel(Toy(), config, SPECS[name]).prepare(batch, skin=0.5)
-    _, local = data["edge_index"].shard.storage.localized(data["edge_index"].shard, data["edge_index"])
+    _, local = to_local_ids(data["edge_index"].shard, data["edge_index"])
     assert (local.as_subclass(Tensor)[1].diff() >= 0).all()
 
 
