@@ -18,7 +18,7 @@ from common import argon, write_report
 
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
 from alchemi_kernels import FullList, lennard_jones
-from alchemi_kernels.lennard_jones import lennard_jones_in_torch
+from alchemi_kernels.lennard_jones_torch import lennard_jones_in_torch
 
 
 def listed(atoms, model, skin, device):

@@ -10,7 +10,7 @@ import torch
 from systems import CUTOFF, CUTOFFS, SYSTEMS, edges_beyond, first, moved, parameters
 
 from alchemi_kernels import lennard_jones
-from alchemi_kernels.lennard_jones import lennard_jones_pair
+from alchemi_kernels.lennard_jones_torch import lennard_jones_pair
 
 EXACT = 1e-12
 FP32 = 2e-6  # sums of a hundred terms that cancel

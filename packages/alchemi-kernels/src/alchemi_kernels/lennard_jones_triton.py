@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from alchemi_kernels.lennard_jones import FullList, PairSums
+from alchemi_kernels.pair_lists import FullList, PairSums
 
 
 class Tile(NamedTuple):
@@ -29,7 +29,7 @@ TILE = Tile()
 
 @triton.jit
 def lennard_jones_pair(square, sigma, epsilon, cutoff):
-    """`lennard_jones.lennard_jones_pair` as a function of r^2; returns dE/dr / r. One division and one root per pair."""
+    """`lennard_jones_torch.lennard_jones_pair` as a function of r^2; returns dE/dr / r. One division and one root per pair."""
     inverse = 1 / square
     r = tl.sqrt(square)
     x = tl.minimum(tl.maximum(10 / cutoff * r - 9, 0), 1)
