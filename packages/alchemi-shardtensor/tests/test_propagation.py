@@ -4,10 +4,11 @@ import pytest
 import torch
 from graphs import RandomGraph
 
-from alchemi_shardtensor import LOST, OWNED, Comm, operations, tag
-from alchemi_shardtensor.arguments import signature
-from alchemi_shardtensor.op_rules import along_one_dim
-from alchemi_shardtensor.operations import OPS, rule_of
+from alchemi_shardtensor import LOST, OWNED, Comm, tag
+from alchemi_shardtensor.rules import operations
+from alchemi_shardtensor.rules.arguments import signature
+from alchemi_shardtensor.rules.op_rules import along_one_dim
+from alchemi_shardtensor.rules.operations import OPS, rule_of
 
 SPACES = {
     "": (torch.Tensor, torch, torch.nn.functional, torch.autograd),
