@@ -65,11 +65,12 @@ def test_equals_maces_own_calculator(variant):
 
 
 def test_a_pickle_of_e3nn_0_4_4_gives_the_numbers_it_gave_there():
-    wrapper, told = MACEWrapper.from_checkpoint(PICKLE, trust_pickle=True), json.loads(PICKLE.with_suffix(".json").read_text())
+    wrapper = MACEWrapper.from_checkpoint(PICKLE, trust_pickle=True)
+    expected = json.loads(PICKLE.with_suffix(".json").read_text())
     results = wrapper(contract_data(silica(), wrapper.cutoff))
-    assert results["energy"].item() == pytest.approx(told["energy"], rel=1e-12)
-    np.testing.assert_allclose(results["forces"], told["forces"], atol=1e-12)
-    np.testing.assert_allclose(results["stress"][0], told["stress"], atol=1e-12)
+    assert results["energy"].item() == pytest.approx(expected["energy"], rel=1e-12)
+    np.testing.assert_allclose(results["forces"], expected["forces"], atol=1e-12)
+    np.testing.assert_allclose(results["stress"][0], expected["stress"], atol=1e-12)
     assert not any(p.requires_grad for p in wrapper.parameters())
 
 
@@ -84,19 +85,19 @@ def test_neither_file_nor_name_lists_the_names():
 
 
 @pytest.mark.parametrize(
-    ("name", "loader", "asked"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")]
+    ("name", "loader", "requested"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")]
 )
-def test_a_named_model_comes_from_maces_own_loader(monkeypatch, name, loader, asked):
-    """The download is MACE's; here it is answered by a small model of the same class."""
+def test_a_named_model_comes_from_maces_own_loader(monkeypatch, name, loader, requested):
+    """MACE's own loader downloads; a small model of the same class stands in for it."""
     calls = []
 
-    def answer(model, **options):
+    def load(model, **options):
         calls.append((model, options["return_raw_model"]))
         return small_mace().float()
 
-    monkeypatch.setattr(foundations_models, loader, answer)
+    monkeypatch.setattr(foundations_models, loader, load)
     wrapper = MACEWrapper.from_checkpoint(name)
-    assert calls == [(asked, True)] and wrapper.dtype is torch.float32
+    assert calls == [(requested, True)] and wrapper.dtype is torch.float32
 
 
 def test_the_models_dtype_is_the_arithmetics():
@@ -113,9 +114,9 @@ def test_the_models_dtype_is_the_arithmetics():
 def test_edges_beyond_the_cutoff_change_nothing(variant):
     wrapper, atoms = MACEWrapper(small_mace(**ENVELOPES[variant])), silica()
     assert wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
-    assert longer["edge_index"].shape[1] > shown["edge_index"].shape[1]
-    expected, results = wrapper(shown), wrapper(longer)
+    within, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
+    assert longer["edge_index"].shape[1] > within["edge_index"].shape[1]
+    expected, results = wrapper(within), wrapper(longer)
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
 
@@ -124,8 +125,8 @@ def test_edges_beyond_the_cutoff_change_nothing(variant):
 def test_an_interaction_that_reads_an_edges_ends_past_the_envelope_has_its_list_filtered(name):
     wrapper, atoms = MACEWrapper(small_mace(interaction=f"RealAgnostic{name}InteractionBlock")), silica()
     assert not wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (wrapper(contract_data(atoms, wrapper.cutoff + skin)) for skin in (0.0, 1.0))
-    assert (longer["forces"] - shown["forces"]).abs().max() > 1e-6
+    within, longer = (wrapper(contract_data(atoms, wrapper.cutoff + skin)) for skin in (0.0, 1.0))
+    assert (longer["forces"] - within["forces"]).abs().max() > 1e-6
 
 
 def test_so_has_one_whose_repulsion_is_longer_than_its_cutoff_or_that_may_be_anything():

@@ -95,9 +95,9 @@ def test_edges_beyond_the_cutoff_change_nothing(name, modal):
     """The first two have XPLOR's envelope, the third a polynomial; SevenNet masks neither."""
     wrapper, atoms = SevenNetWrapper(name, modal=modal).double(), silica()
     assert wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
-    assert longer["edge_index"].shape[1] > shown["edge_index"].shape[1]
-    expected, results = wrapper(shown), wrapper(longer)
+    within, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
+    assert longer["edge_index"].shape[1] > within["edge_index"].shape[1]
+    expected, results = wrapper(within), wrapper(longer)
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
 
@@ -108,8 +108,8 @@ def test_a_network_that_answers_to_a_zero_has_its_list_filtered(tmp_path):
     torch.save(checkpoint, tmp_path / "mine.pth")
     wrapper = SevenNetWrapper(tmp_path / "mine.pth", trust_pickle=True).double()
     assert not wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (wrapper(contract_data(silica(), wrapper.cutoff + skin)) for skin in (0.0, 1.0))
-    assert (longer["forces"] - shown["forces"]).abs().max() > 1e-6
+    within, longer = (wrapper(contract_data(silica(), wrapper.cutoff + skin)) for skin in (0.0, 1.0))
+    assert (longer["forces"] - within["forces"]).abs().max() > 1e-6
 
 
 def water(moved):

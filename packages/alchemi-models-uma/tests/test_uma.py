@@ -14,7 +14,7 @@ from fairchem.core.units.mlip_unit.predict import MLIPPredictUnit
 from small_uma import DIRECT, in_chunks, save, small_uma
 
 from alchemi_models_uma import UMAWrapper
-from alchemi_models_uma.wrapper import _add_degrees
+from alchemi_models_uma.patches import scatter_edge_degrees
 from alchemi_spec import InputError, StrategyKind, UntrustedPickle
 
 F64 = torch.float64
@@ -69,7 +69,7 @@ def data_of(atoms):
 
 
 EXACT, FP32 = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 1e-6, "atol": 1e-7}
-"""Fairchem itself merges experts in float32, whatever the precision that it is asked for."""
+"""Fairchem itself merges experts in float32, whatever precision is requested."""
 WAYS = {"mixture": (PRECISE, EXACT), "merged": (MERGED, FP32), "in chunks": (CHUNKED, EXACT)}
 
 
@@ -202,4 +202,4 @@ def test_degrees_without_lists_of_indices_are_fairchem_s():
     target = torch.randint(0, 5, (7,), generator=g)
     original = UMASFastGPUBackend.edge_degree_scatter
     expected = original(x, radial, wigner, target, 3, 4, 5.0)
-    torch.testing.assert_close(_add_degrees(original, x, radial, wigner, target, 3, 4, 5.0), expected)
+    torch.testing.assert_close(scatter_edge_degrees(original, x, radial, wigner, target, 3, 4, 5.0), expected)
