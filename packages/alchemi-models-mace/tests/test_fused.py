@@ -66,7 +66,7 @@ def fused(library):
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["made here", "pickled"])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_rows_reach_the_kernel_and_the_first_layers_are_made_on_the_spot(library, pickled):
+def test_kernels_get_ghost_rows_and_the_first_layer_s_are_computed_without_an_exchange(library, pickled):
     model = fused(library)
     model = pickle.loads(pickle.dumps(model)) if pickled else model
     kernels = [block.conv_tp for block in model.interactions]

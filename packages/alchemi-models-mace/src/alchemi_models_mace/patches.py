@@ -37,7 +37,7 @@ def keep_weights_only_setting() -> Iterator[None]:
 
 @contextmanager
 def allow_pickle_loading() -> Iterator[None]:
-    """Set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD while open: `torch.load` then loads pickles unless it is told otherwise.
+    """Set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD while open: `torch.load` then loads any pickle by default.
 
     Reason: the loaders of MACE's foundation models (seen in mace-torch 0.3.16) call `torch.load` without `weights_only`, and
     the files are pickles. The loaders have no argument for it.
