@@ -29,6 +29,18 @@ ALSO = {
     "alchemi-spec": ["hypothesis"],
 }
 """What a package's tests need beside its declared dependencies."""
+ABSENT = {
+    "alchemi-domain": ("typer", "rich", "zarr"),
+    "alchemi-dynamics": ("typer", "rich"),
+    "alchemi-spec": ("torch", "numpy"),
+}
+"""What a package must not bring into a bare environment."""
+ALONE = """
+import importlib, importlib.util, sys
+importlib.import_module(sys.argv[1])
+assert not [name for name in sys.argv[2:] if importlib.util.find_spec(name)]
+"""
+"""Import a package that is installed alone; what it must not bring is not there."""
 PYTEST = ("pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", "-m", "not long and not gpu")
 """Each worker has ranks of its own, with one thread each."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -46,6 +58,7 @@ def lint(session: nox.Session) -> None:
     in_workspace(session, "ruff", "check", ".")
     in_workspace(session, "ruff", "format", "--check", ".")
     in_workspace(session, "lint-imports")
+    in_workspace(session, "python", "tools/layers.py")
 
 
 @nox.session(venv_backend="none")
@@ -87,14 +100,14 @@ def export(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """A package's wheel and its declared dependencies alone, and its own tests."""
     newest = PROJECT["tool"]["uv"]["exclude-newer"]
-    wanted = [f"{package}{EXTRAS.get(package, '')}", "pytest", "pytest-timeout", "pytest-xdist", *ALSO.get(package, [])]
-    if package != "alchemi-spec":
-        wanted.append(TORCH)
+    alone = [package] if package == "alchemi-spec" else [package, TORCH]
+    for_tests = [f"{package}{EXTRAS.get(package, '')}", "pytest", "pytest-timeout", "pytest-xdist", *ALSO.get(package, [])]
     anew = [f"--refresh-package={name}" for name in PACKAGES]  # a wheel of the same version may be another
     with tempfile.TemporaryDirectory() as elsewhere, session.chdir(elsewhere):  # out of reach of the workspace's settings
-        session.install("--quiet", "--exclude-newer", newest, "--find-links", str(DIST), *anew, *wanted)
-        if package == "alchemi-spec":
-            session.run("python", "-c", "import importlib.util as u; assert u.find_spec('torch') is None")
+        for wanted in (alone, [*alone, *for_tests]):
+            session.install("--quiet", "--exclude-newer", newest, "--find-links", str(DIST), *anew, *wanted)
+            if wanted is alone:
+                session.run("python", "-c", ALONE, package.replace("-", "_"), *ABSENT.get(package, ()))
     folder = ROOT / "packages" / package
     session.run(*PYTEST, "-c", "pyproject.toml", str(folder), env=ONE_THREAD)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from alchemi_shardtensor import BOTH, NODES, OWNED, SYSTEMS, Comm, Routing, Shard, plain, tag
+from alchemi_shardtensor import BOTH, NODES, OWNED, SYSTEMS, Comm, Routing, plain, shard_of, tag
 from alchemi_spec import DistributionSpec
 
 N, E, K = 8, 16, 4
@@ -60,7 +60,7 @@ def main():
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    shard = Shard.of(DistributionSpec(), Routing.alone(N, Comm()), 1)
+    shard = shard_of(DistributionSpec(), Routing.without_ghosts(N, Comm()), 1)
     edge_index = tag(torch.randint(0, N, (2, E)), shard, None, NODES, BOTH)
     tagged = (tag(torch.rand(N, K), shard, OWNED), *edge_index, tag(torch.zeros(N, dtype=torch.long), shard, OWNED, SYSTEMS))
     bare = tuple(plain(t) for t in tagged)

@@ -18,13 +18,13 @@ from common import argon, write_report
 
 from alchemi_dist import Batch, Comm, DistributedModel, DomainConfig, LennardJones, ShardedBatch
 from alchemi_kernels import FullList, lennard_jones
-from alchemi_kernels.pairs import lennard_jones_in_torch
+from alchemi_kernels.lennard_jones_torch import lennard_jones_in_torch
 
 
 def listed(atoms, model, skin, device):
     """The list that the kernel's forms share."""
     config = DomainConfig(Comm(device=torch.device(device)))
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     names = ("positions", "edge_index", "edge_shifts", "cell", "batch")
     data = DistributedModel(model, config).prepare(batch, skin=skin)
     points, edge_index, shifts, cell, systems = (data[name].as_subclass(torch.Tensor) for name in names)
@@ -60,13 +60,13 @@ def forms(device, tiles):
     plain = {"torch": lambda given, constants, virial: lennard_jones_in_torch(given, *constants.values(), virial)}
     if device == "cpu":
         return plain
-    from alchemi_kernels import fused  # noqa: PLC0415  Triton is only where torch brings it
+    from alchemi_kernels import lennard_jones_triton  # noqa: PLC0415  torch on the CPU comes without Triton
 
     made = {
-        f"triton {','.join(map(str, tile))}": lambda given, constants, virial, tile=tile: fused.lennard_jones(
+        f"triton {','.join(map(str, tile))}": lambda given, constants, virial, tile=tile: lennard_jones_triton.lennard_jones(
             given, *constants.values(), virial, tile
         )
-        for tile in [fused.Tile(*tile) for tile in tiles] or [fused.TILE]
+        for tile in [lennard_jones_triton.Tile(*tile) for tile in tiles] or [lennard_jones_triton.TILE]
     }
     return {
         **plain,

@@ -308,7 +308,7 @@ def our_results(comm, model, atoms):
     from alchemi_dist import Batch, DistributedModel, DomainConfig, ShardedBatch  # noqa: PLC0415
 
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     distributed = DistributedModel(model, config)
     results = distributed.compute(distributed.prepare(batch), batch, ("energy", "forces"))
     return results["energy"].item(), batch.gather(results["forces"]).cpu()

@@ -1,9 +1,9 @@
-"""Partitions on paper: ghosts, bytes and imbalance for 1e6 to 1e9 atoms on 8 to 4,096 ranks; a table, JSON and a plot.
+"""Plan partitions: ghosts, bytes and imbalance for 1e6 to 1e9 atoms on 8 to 4,096 ranks, as a table, JSON and a plot.
 
     python benchmarks/plan.py --out benchmarks/results/plan.json --plot docs/plan.svg
-    python benchmarks/plan.py --agreement     # plans beside partitions of real atoms
+    python benchmarks/plan.py --agreement     # compare plans with partitions of real atoms
 
-Silica's cutoff and a MACE's features: reach 6.5 Å, 0.05 atoms/Å^3, two layers of 128 numbers in float32.
+As for silica with MACE: reach 6.5 Å, 0.05 atoms/Å^3, two layers of 128 numbers in float32.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 from matplotlib.figure import Figure
 
 from alchemi_halo import Density, HaloStrategy, plan
-from alchemi_kernels import Frames, neighbours
+from alchemi_kernels import LatticeFrames, neighbour_list
 from alchemi_shardtensor import Comm
 
 REACH, PER_VOLUME, THICKNESS = 6.5, 0.05, 100.0
@@ -33,7 +33,7 @@ N = 20_000
 
 
 def slab(n):
-    """100 Å thick, open along its normal."""
+    """A slab 100 Å thick, open along its normal."""
     side = (n / PER_VOLUME / THICKNESS) ** 0.5
     return Density.uniform(n, np.diag([side, side, THICKNESS]), (True, True, False))
 
@@ -45,13 +45,13 @@ SHAPES = {
 }
 
 
-def planned(shape, cut, n_atoms, n_ranks):
+def planned(shape, method, n_atoms, n_ranks):
     """One row of the report."""
     density, start = SHAPES[shape](n_atoms), time.perf_counter()
-    made = plan(density, n_ranks, REACH, cut=cut)
+    made = plan(density, n_ranks, REACH, method=method)
     return {
         "shape": shape,
-        "cut": cut,
+        "method": method,
         "atoms": n_atoms,
         "ranks": n_ranks,
         "ghost_ratio": round(made.ghost_ratio, 4),
@@ -67,7 +67,7 @@ def planned(shape, cut, n_atoms, n_ranks):
 
 
 def random_atoms(shape, g):
-    """Positions, cell, pbc and density of 20,000 atoms at random."""
+    """Positions, cell, pbc and density of 20,000 atoms at random positions."""
     side = (N / PER_VOLUME) ** (1 / 3)
     cell = {"triclinic": np.array([[1, 0, 0], [0.6, 1, 0], [0.5, 0.4, 1]]), "slab": np.diag([1.5, 1.3, 1])}.get(
         shape, np.eye(3)
@@ -95,7 +95,7 @@ def quartz(g):
 
 
 def real(x, cell, pbc, n_ranks, pairs):
-    """Owned, ghosts and peers of each rank, from every pair of atoms within reach and its owners."""
+    """Owned atoms, ghosts and neighbour ranks of each rank, from every pair of atoms within reach and its owners."""
     one = torch.tensor(x), torch.zeros(len(x), dtype=torch.long), torch.tensor(cell)[None], torch.tensor(pbc)[None]
     owner = HaloStrategy().partition(*one, Comm(), n_ranks=n_ranks).owners(*one).numpy()
     away = owner[pairs[0]] != owner[pairs[1]]
@@ -105,12 +105,12 @@ def real(x, cell, pbc, n_ranks, pairs):
 
 
 def agreement(name, make, seeds, reach):
-    """How far plans are from partitions of real atoms on 2 to 16 ranks."""
+    """Compare plans with partitions of real atoms on 2 to 16 ranks."""
     ghosts, most, peers, owned = [], [], [], []
     for seed in range(seeds):
         x, cell, pbc, density = make(np.random.default_rng(seed))
-        frames = Frames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None])
-        found = neighbours(torch.tensor(x), torch.arange(len(x)), frames.vectors[0], frames.periodic[0], reach)
+        frames = LatticeFrames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None])
+        found = neighbour_list(torch.tensor(x), torch.arange(len(x)), frames.vectors[0], frames.periodic[0], reach)
         pairs = [ids.numpy() for ids in found[:2]]
         for n_ranks in (2, 3, 4, 5, 7, 8, 12, 13, 16):
             has, reads, talks = real(x, cell, pbc, n_ranks, pairs)
@@ -120,20 +120,20 @@ def agreement(name, make, seeds, reach):
             peers.append(made.neighbours.mean() - talks.mean())
             owned.append(np.abs(made.owned / has - 1).max())
     gaps = {"ghosts": ghosts, "ghosts_of_the_largest": most, "peers": peers, "owned": owned}
-    told = {key: {"mean": round(float(np.mean(v)), 4), "worst": round(float(max(v, key=abs)), 4)} for key, v in gaps.items()}
-    print(name, *(f"{key} {v['mean']:+.3f} (worst {v['worst']:+.3f})" for key, v in told.items()), sep="  ", flush=True)
-    return {"system": name, "reach": reach, "plans": len(ghosts), **told}
+    summary = {key: {"mean": round(float(np.mean(v)), 4), "worst": round(float(max(v, key=abs)), 4)} for key, v in gaps.items()}
+    print(name, *(f"{key} {v['mean']:+.3f} (worst {v['worst']:+.3f})" for key, v in summary.items()), sep="  ", flush=True)
+    return {"system": name, "reach": reach, "plans": len(ghosts), **summary}
 
 
 def agreements(seeds):
-    """Planned over real, minus one, for all shapes."""
+    """Planned over real values, minus one, for all shapes."""
     shapes = ("uniform", "triclinic", "slab", "cluster", "step")
     rows = [agreement(s, lambda g, s=s: random_atoms(s, g), seeds, REACH) for s in shapes]
     return rows + [agreement(f"alpha-quartz, reach {reach} Å", quartz, 1, reach) for reach in (5.0, 6.5, 8.0)]
 
 
 def plot(rows, path):
-    """Ghosts, bytes and imbalance against ranks, one column a shape."""
+    """Plot ghosts, bytes and imbalance against ranks, with a column for each shape."""
     mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "alchemi", "font.size": 9, "font.family": "sans-serif"})
     figure = Figure(figsize=(9, 7.2), layout="constrained")
     panels = figure.subplots(3, 3, sharex=True, sharey="row")
@@ -151,21 +151,21 @@ def plot(rows, path):
 
 
 def lines(panel, rows, key):
-    """One line for each number of atoms; the grid's imbalance beside, as it is the same for all."""
+    """Draw a line for each number of atoms. The imbalance is the same for all, so it has a line for each method."""
     panel.set_xscale("log", base=2)
     panel.set_xticks([8, 64, 512, 4096], ["8", "64", "512", "4,096"])
     panel.grid(alpha=0.3, linewidth=0.5)
     panel.minorticks_off()
     if key == "imbalance":
         panel.set_ylim(0.9, 2.1)
-        for cut, style in (("grid", "--"), ("bisection", "-")):
-            some = [r for r in rows if r["atoms"] == ATOMS[-1] and r["cut"] == cut]
-            panel.plot([r["ranks"] for r in some], [r[key] for r in some], style, color="#b5532a", label=cut)
+        for method, style in (("grid", "--"), ("bisection", "-")):
+            some = [r for r in rows if r["atoms"] == ATOMS[-1] and r["method"] == method]
+            panel.plot([r["ranks"] for r in some], [r[key] for r in some], style, color="#b5532a", label=method)
         return
     panel.set_yscale("log")
     panel.minorticks_off()
     for atoms, colour in zip(ATOMS, COLOURS, strict=True):
-        some = [r for r in rows if r["atoms"] == atoms and r["cut"] == "bisection"]
+        some = [r for r in rows if r["atoms"] == atoms and r["method"] == "bisection"]
         panel.plot([r["ranks"] for r in some], [r[key] for r in some], color=colour, label=f"{atoms:,} atoms")
 
 
@@ -174,12 +174,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--agreement", action="store_true", help="Compare with partitions of real atoms, too (a minute).")
+    parser.add_argument(
+        "--agreement", action="store_true", help="Also compare plans with partitions of real atoms; takes a minute."
+    )
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
-    rows = [planned(s, c, n, r) for s in SHAPES for c in ("bisection", "grid") for n in ATOMS for r in RANKS]
+    rows = [planned(s, m, n, r) for s in SHAPES for m in ("bisection", "grid") for n in ATOMS for r in RANKS]
     for row in rows:
-        if row["ranks"] in (8, 64, 512, 4096) and row["cut"] == "bisection":
+        if row["ranks"] in (8, 64, 512, 4096) and row["method"] == "bisection":
             print(
                 *(
                     f"{row[key]:>12}"

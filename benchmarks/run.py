@@ -60,7 +60,7 @@ def made_domain(comm, model, job, skin):
     wire = job.config.get("wire")
     strategy = job.config.get("strategy", "halo")
     config = DomainConfig(comm, strategy, job.compile, getattr(torch, wire) if wire else None)
-    batch = ShardedBatch.share(Batch.from_ase(job.atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(job.atoms) if comm.rank == 0 else None, config)
     domain = Domain(DistributedModel(model, config, specification(model, job.config)), batch, skin)
     return domain, *timed(comm, domain.evaluate)
 
@@ -85,7 +85,7 @@ def counts(domain):
     """Atoms, ghosts and edges of this rank, without what fills captured tensors up; and how steps are run."""
     data = domain.model.prepare(domain.batch, skin=domain.skin)
     numbers = {"owned": len(domain.batch.ids), "ghosts": data["positions"].shard.routing.n_ghost}
-    how = str(domain.room.capacity) if domain.why_eager is None else f"eager: {domain.why_eager}"
+    how = str(domain.buffers.capacity) if domain.why_eager is None else f"eager: {domain.why_eager}"
     return numbers | {"edges": data["edge_index"].shape[1], "captured": how, "recaptures": domain.recaptures}
 
 
@@ -161,12 +161,12 @@ def integrator(measure, settings):
 
 def whole(comm, simulation, steps, n_atoms):
     """`steps` steps by the loop, rebuilds and all."""
-    energy, rebuilds, again = simulation.integrator.conserved(simulation.state), simulation.rebuilds, simulation.taken_back
+    energy, rebuilds, again = simulation.integrator.conserved(simulation.state), simulation.rebuilds, simulation.rolled_back
     times = []
     found = sent(comm, lambda: times.append(timed(comm, partial(simulation.run, steps))[1]), steps)
     drift = (simulation.integrator.conserved(simulation.state) - energy).abs().item() / n_atoms
     found |= {"ms_per_step": times[0] / steps, "steps": steps}
-    found |= {"rebuilds": simulation.rebuilds - rebuilds, "taken_back": simulation.taken_back - again}
+    found |= {"rebuilds": simulation.rebuilds - rebuilds, "rolled_back": simulation.rolled_back - again}
     return found | {"temperature": simulation.state.temperature().item(), "drift_ev_per_atom": drift}
 
 
@@ -174,9 +174,9 @@ def block(comm, simulation, steps):
     """How long a rebuild and an evaluation take (ms), and each of the steps soon after; None where lists ended among them."""
     _, rebuild = timed(comm, simulation.rebuild)
     simulation.run(SETTLING)
-    before = simulation.rebuilds + simulation.taken_back
+    before = simulation.rebuilds + simulation.rolled_back
     _, ms = timed(comm, partial(simulation.run, steps))
-    return rebuild, None if simulation.rebuilds + simulation.taken_back > before else ms / steps
+    return rebuild, None if simulation.rebuilds + simulation.rolled_back > before else ms / steps
 
 
 def rebuild(comm, model, job):
@@ -195,9 +195,9 @@ def rebuilt(comm, domain, displacement, generator):
     """How long each part takes (ms), atoms having moved by `displacement` (Å) so that some migrate."""
     moved = domain.batch.positions
     moved.add_(torch.randn(moved.shape, dtype=moved.dtype, device=comm.device, generator=generator), alpha=displacement)
-    _, cut = timed(comm, domain.batch.balanced)
-    domain.batch, migrate = timed(comm, domain.batch.migrated)
-    _, lists = timed(comm, domain.connect)
+    _, cut = timed(comm, domain.batch.repartition)
+    batch, migrate = timed(comm, domain.batch.migrate)
+    _, lists = timed(comm, partial(domain.build_neighbour_list, batch))
     _, first = timed(comm, domain.evaluate)
     _, step = timed(comm, domain.evaluate)
     return {"cut_ms": cut, "migrate_ms": migrate, "lists_ms": lists, "first_step_ms": first, "ms_per_step": step}

@@ -11,7 +11,7 @@ def evaluate(comm, atoms):
     """Runs on every rank; each holds its share of the atoms."""
     config = DomainConfig(comm)
     model = DistributedModel(load_model("sevennet", comm), config)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     results = model(batch)
     return results["energy"].item(), batch.gather(results["forces"]), results["stress"][0]
 

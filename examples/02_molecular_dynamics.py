@@ -7,9 +7,9 @@ from alchemi_dynamics import Langevin, Simulation, Thermo, TrajectoryWriter, the
 
 
 def simulate(comm, atoms):
-    """Runs on every rank; each moves its share of the atoms."""
+    """Runs on every rank; each moves its own atoms."""
     config = DomainConfig(comm)
-    domain = Domain(DistributedModel(LennardJones(), config), ShardedBatch.share(Batch.from_ase(atoms), config))
+    domain = Domain(DistributedModel(LennardJones(), config), ShardedBatch.scatter(Batch.from_ase(atoms), config))
     thermo = Thermo(every=20)
     with TrajectoryWriter("argon.extxyz", every=20) as writer:
         simulation = Simulation(domain, Langevin(timestep=4.0, temperature=80.0, seed=1), hooks=[thermo, writer])

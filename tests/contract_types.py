@@ -1,4 +1,4 @@
-"""For mypy, not for pytest: the wrappers are models by alchemi-spec's contract, and what is not one is refused."""
+"""For mypy, not for pytest: our models, strategies and integrators fulfil their protocols, and what does not is refused."""
 
 from collections.abc import Mapping, Sequence
 from typing import cast
@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from alchemi_dist import LennardJones
+from alchemi_dynamics import FIRE, NPT, NVE, Integrator, Langevin, NoseHooverChain
+from alchemi_graphpart import GraphPartitionStrategy
+from alchemi_halo import HaloStrategy
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_sevennet import SevenNetWrapper
-from alchemi_spec import SPEC_MPNN_HALO, Model, ModelInput, ModelOutput
+from alchemi_shardtensor import Comm, Edges, Strategy
+from alchemi_spec import SPEC_MPNN_HALO, HasEdgeLists, Model, ModelInput, ModelOutput, ValidatesStructures
 
 
 class Precise:
@@ -47,8 +51,41 @@ class ReturnsATensor(Precise):
         return data["positions"]
 
 
+class Thorough(Precise):
+    """Has the optional members as well."""
+
+    edge_lists = {"dispersion": 12.0}
+
+    def validate(self, data: Mapping[str, Tensor]) -> None:
+        """Nothing is refused."""
+
+
+class NoKind:
+    """No strategy: it does not say of which kind it is."""
+
+    partition = HaloStrategy.partition
+
+    def build_neighbour_list(
+        self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
+    ) -> Edges:
+        """None."""
+        raise NotImplementedError
+
+
 def accepts(model: Model[Tensor]) -> None:
     """Take a model."""
+
+
+def accepts_thorough(validates: ValidatesStructures[Tensor], lists: HasEdgeLists) -> None:
+    """Take a model with the optional members."""
+
+
+def accepts_strategy(strategy: Strategy) -> None:
+    """Take a strategy."""
+
+
+def accepts_integrators(*integrators: Integrator) -> None:
+    """Take integrators."""
 
 
 def check(mace: MACEWrapper, sevennet: SevenNetWrapper) -> None:
@@ -59,3 +96,10 @@ def check(mace: MACEWrapper, sevennet: SevenNetWrapper) -> None:
     accepts(Precise())
     accepts(NoCutoff())  # type: ignore[arg-type]
     accepts(ReturnsATensor())  # type: ignore[arg-type]
+    accepts_thorough(Thorough(), Thorough())
+    accepts_thorough(Precise(), Thorough())  # type: ignore[arg-type]
+    accepts_thorough(Thorough(), Precise())  # type: ignore[arg-type]
+    accepts_strategy(HaloStrategy())
+    accepts_strategy(GraphPartitionStrategy())
+    accepts_strategy(NoKind())  # type: ignore[arg-type]
+    accepts_integrators(NVE(1.0), Langevin(1.0, 300.0), NoseHooverChain(1.0, 300.0), NPT(1.0, 300.0), FIRE())

@@ -11,7 +11,7 @@ def evaluate(comm, model, structures, strategy="halo", spec=None):
     config = DomainConfig(comm, strategy)
     distributed, results = DistributedModel(model, config, spec), {}
     for name, atoms in structures.items():
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
         results[name] = distributed(batch)
         results[name]["forces"] = batch.gather(results[name]["forces"])
     return results

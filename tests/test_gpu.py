@@ -13,7 +13,7 @@ from alchemi_dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulati
 from alchemi_halo import HaloStrategy
 from alchemi_models_mace import MACEWrapper
 from alchemi_shardtensor import all_gather_rows, max_over_ranks, reduce_scatter_rows, sum_over_ranks
-from alchemi_shardtensor.capture import EAGER_CALLS
+from alchemi_shardtensor.capture import WARMUP_CALLS
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, count_traffic
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +24,7 @@ F64 = torch.float64
 
 def evaluate(comm, model, atoms):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     results = DistributedModel(model, config)(batch)
     results["forces"] = batch.gather(results["forces"])
     return {name: value.cpu() for name, value in results.items()}
@@ -82,7 +82,7 @@ def gaps(comm):
     with torch.device(comm.device):
         found = {}
         for collective in ("exchange", "all_gather"):
-            routing = graph.routing.by(collective)
+            routing = graph.routing.with_collective(collective)
             for features in ((), (4,), (2, 3), (0,)):
                 x, g = (torch.randn(n, *features, dtype=F64) for n in (routing.n_owned, routing.n_ghost))
                 found[collective, features] = adjoint_gap(routing.exchange, x, comm)
@@ -188,8 +188,8 @@ def edges(comm, name):
         torch.zeros(len(mine), dtype=torch.long, device=device),
         *(t.to(device) for t in where),
     )
-    routing, index, shifts = HaloStrategy().connect(*on_device, cutoff, comm)
-    ids = routing.padded(mine.to(device))
+    routing, index, shifts = HaloStrategy().build_neighbour_list(*on_device, cutoff, comm)
+    ids = routing.with_ghosts(mine.to(device))
     rows = torch.cat([ids[index.flip(0)].T, shifts.long()], dim=1).cpu()
     return comm.all_gather_rows(rows).unique(dim=0), sum(comm.gather_objects(len(rows)))
 
@@ -214,14 +214,14 @@ ENSEMBLES = {
 def moving(comm, name, ensemble, mode="auto"):
     model, atoms = CASES[name]()
     config = DomainConfig(comm, compile=mode)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(model.double(), config), batch, 0.4), ENSEMBLES[ensemble]())
     thermalize(simulation.state, 200.0, seed=1)
     return simulation
 
 
 def trajectory(comm, name, ensemble):
-    """Positions and cell after 40 steps, with fast atoms so that lists are made anew."""
+    """Positions and cell after 40 steps, with fast atoms so that lists are rebuilt."""
     simulation = moving(comm, name, ensemble)
     simulation.state.velocities.mul_(3.0 if ensemble == "nve" else 1.0)
     simulation.run(40)
@@ -248,8 +248,8 @@ def graphs(simulation):
 def block(comm, name, ensemble, mode):
     """Traffic of a step between rebuilds, in which torch raises where the host waits for the device, and what it allocates."""
     simulation = moving(comm, name, ensemble, mode)
-    for _ in range(4):  # a cell that shrinks may need a larger room meanwhile, and graphs of it
-        simulation.run(EAGER_CALLS + 3)
+    for _ in range(4):  # a cell that shrinks may need larger buffers meanwhile, and new graphs
+        simulation.run(WARMUP_CALLS + 3)
         if mode == "off" or all(step.graph is not None for step in graphs(simulation)):
             break
     torch.cuda.synchronize()
@@ -284,7 +284,7 @@ def hot(comm, mode):
     atoms.rattle(0.05, seed=1)
     atoms.numbers[::3] = 8
     config = DomainConfig(comm, compile=mode)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     model = MACEWrapper(small_mace(4).requires_grad_(False)).double()
     simulation = Simulation(Domain(DistributedModel(model, config), batch, 0.3), NVE(2.0))
     thermalize(simulation.state, 600.0, seed=1)
@@ -310,9 +310,9 @@ def by_inductor(comm):
     found, reasons = [], []
     for mode in ("off", "inductor"):
         config = DomainConfig(comm, compile=mode)
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
         domain = Domain(DistributedModel(model, config), batch, 0.3)
-        for _ in range(EAGER_CALLS + 2):
+        for _ in range(WARMUP_CALLS + 2):
             results = domain.evaluate()
         found.append((results["energy"].cpu(), domain.batch.gather(results["forces"]).cpu()))
         reasons.append((domain.why_eager, domain.why_uncompiled))

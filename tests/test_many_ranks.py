@@ -31,10 +31,10 @@ def test_a_model_on_8_and_16_ranks_is_that_on_one(rank_pool, name, strategy):
 
 
 def trajectory(comm, mode):
-    """Positions of hot argon after 40 steps; how often lists were made anew, whether atoms migrated, why steps were eager."""
+    """Positions of hot argon after 40 steps; how often lists were rebuilt, whether atoms migrated, why steps were eager."""
     atoms = bulk("Ar", "fcc", a=5.3, cubic=True) * (5, 5, 5)
     config = DomainConfig(comm, compile=mode)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(LennardJones(), config), batch, 0.4), NVE(2.0))
     thermalize(simulation.state, 400.0, seed=1)
     before = simulation.state.ids.tolist()

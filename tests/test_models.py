@@ -19,7 +19,7 @@ from alchemi_domain.evaluate import TOLERANCE
 from alchemi_dynamics import NVE, Simulation, thermalize
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_sevennet import SevenNetWrapper
-from alchemi_shardtensor.capture import EAGER_CALLS
+from alchemi_shardtensor.capture import WARMUP_CALLS
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import UnsupportedElement, UntrustedPickle
 
@@ -95,9 +95,9 @@ def captured(comm, model, structures):
     """Results of each structure by captured steps, with a skin to trim; and why steps are eager, if they are."""
     config, results, reasons = DomainConfig(comm, compile="capture"), {}, []
     for name, atoms in structures.items():
-        batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+        batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
         domain = Domain(DistributedModel(model, config), batch, skin=0.4)
-        for _ in range(EAGER_CALLS + 1):
+        for _ in range(WARMUP_CALLS + 1):
             results[name] = domain.evaluate(("energy", "forces", "stress"))
         results[name]["forces"] = domain.batch.gather(results[name]["forces"])
         reasons.append(domain.why_eager)
@@ -132,7 +132,7 @@ def test_mace_on_ranks_equals_its_own_calculator(rank_pool):
 
 def traffic_of(comm, model, atoms):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     distributed = DistributedModel(model, config)
     data, counts = distributed.prepare(batch), []
     for outputs in (("energy", "forces", "stress"), ("energy", "forces"), ("energy",)):
@@ -194,7 +194,7 @@ def test_the_command_line_on_real_weights():
 def moved(comm, model):
     """Positions of hot silica after 12 steps under a thin skin."""
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(silica(2)) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(silica(2)) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(model, config), batch, 0.2), NVE(1.5))
     thermalize(simulation.state, 1500.0, seed=2)
     simulation.run(12)

@@ -18,7 +18,7 @@ from alchemi_dist.cli import app
 from alchemi_dynamics import NVE, Simulation, thermalize
 from alchemi_models_mace import MACEWrapper
 from alchemi_models_uma import UMAWrapper
-from alchemi_shardtensor.capture import EAGER_CALLS
+from alchemi_shardtensor.capture import WARMUP_CALLS
 from alchemi_shardtensor.testing import count_traffic
 from alchemi_spec import SPEC_MPNN_GP, DistributionSpec, GraphParallelPolicy, InputError, StrategyKind
 
@@ -84,7 +84,7 @@ def test_both_ways_to_bring_rows_give_the_same(rank_pool, collective):
 def traffic_of(comm, model, atoms, strategy, collective):
     """Of an evaluation: rows that travel, exchanges, reverses; how many rows this rank owns and reads, and its layers' rows."""
     config = DomainConfig(comm, strategy)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     spec = SPEC_MPNN_GP.replaced(distribution=DistributionSpec(policy=GraphParallelPolicy(collective=collective)))
     distributed = DistributedModel(model, config, spec)
     data, rows = distributed.prepare(batch), []
@@ -94,7 +94,7 @@ def traffic_of(comm, model, atoms, strategy, collective):
     with count_traffic(comm) as traffic:
         distributed.compute(data, batch, ("energy", "forces"))
     routing = data["positions"].shard.routing
-    return traffic, routing.n_owned, routing.n_ghost, sum(routing.send_splits), rows, routing.place is not None
+    return traffic, routing.n_owned, routing.n_ghost, sum(routing.send_splits), rows, routing.gather_row is not None
 
 
 def test_the_routed_exchange_moves_the_rows_that_are_read_and_activations_span_owned_rows(rank_pool):
@@ -111,11 +111,11 @@ def test_the_routed_exchange_moves_the_rows_that_are_read_and_activations_span_o
 
 def captured(comm, model, atoms, strategy):
     config = DomainConfig(comm, strategy, compile="capture")
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     policy = DistributionSpec(policy=GraphParallelPolicy(collective="exchange"))
     spec = model.distribution_spec().replaced(distribution=policy) if strategy == "graph" else None
     domain = Domain(DistributedModel(model, config, spec), batch, skin=0.4)
-    for _ in range(EAGER_CALLS + 1):
+    for _ in range(WARMUP_CALLS + 1):
         results = domain.evaluate(("energy", "forces", "stress"))
     return domain.why_eager, results | {"forces": domain.batch.gather(results["forces"])}
 
@@ -133,10 +133,10 @@ def test_captured_steps_of_uma_equal_eager_ones(rank_pool, merged):
 def refused(comm, model):
     config = DomainConfig(comm, "graph")
     distributed = DistributedModel(model, config)
-    distributed(ShardedBatch.share(Batch.from_ase(silica()), config))
+    distributed(ShardedBatch.scatter(Batch.from_ase(silica()), config))
     for atoms, what in ((silica(1, seed=5), "composition"), (silica(1, charge=1), "charge")):
         with pytest.raises(InputError, match=what):
-            distributed.prepare(ShardedBatch.share(Batch.from_ase(atoms), config))
+            distributed.prepare(ShardedBatch.scatter(Batch.from_ase(atoms), config))
 
 
 def test_systems_that_experts_were_not_merged_for_are_refused_on_every_rank(rank_pool):
@@ -157,7 +157,7 @@ def test_fairchems_own_backbone_finds_its_edges_itself(rank_pool, frames):
 def moved(comm, model, strategy):
     """Positions of hot silica after 10 steps under a thin skin; whether its atoms stayed on their ranks."""
     config = DomainConfig(comm, strategy)
-    batch = ShardedBatch.share(Batch.from_ase(quartz()) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(quartz()) if comm.rank == 0 else None, config)
     simulation = Simulation(Domain(DistributedModel(model, config), batch, 0.1), NVE(2.0))
     thermalize(simulation.state, 1500.0, seed=2)
     before = simulation.state.ids.clone()

@@ -29,13 +29,13 @@ def test_several_frames_on_two_ranks_as_json_and_extxyz(frames, tmp_path):
     file, out, report = tmp_path / "argon.extxyz", tmp_path / "out.extxyz", tmp_path / "report.json"
     result = call(file, "--model", "lj", "--ranks", 2, "--check", "--out", out, "--json", report)
     assert "passed" in result.output and "rank 1: 16 atoms" in result.output
-    told, written = json.loads(report.read_text()), ase.io.read(out, ":")
-    assert told["n_atoms"] == [32, 32, 32, 2] and told["model"] == "lj"
-    assert [len(s) if s else s for s in told["stress"]] == [6, 6, 6, None]
-    assert told["stress_reason"] == [None, None, None, "it is not periodic"]
-    assert all(sum(r["owned"]) == n for r, n in zip(told["ranks"], told["n_atoms"], strict=True))
-    assert told["parity"].keys() == {"energy", "forces", "stress"} and max(told["parity"].values()) < 1e-9
-    for before, after, energy, force in zip(frames, written, told["energy"], told["max_force"], strict=True):
+    found, written = json.loads(report.read_text()), ase.io.read(out, ":")
+    assert found["n_atoms"] == [32, 32, 32, 2] and found["model"] == "lj"
+    assert [len(s) if s else s for s in found["stress"]] == [6, 6, 6, None]
+    assert found["stress_reason"] == [None, None, None, "it is not periodic"]
+    assert all(sum(r["owned"]) == n for r, n in zip(found["ranks"], found["n_atoms"], strict=True))
+    assert found["parity"].keys() == {"energy", "forces", "stress"} and max(found["parity"].values()) < 1e-9
+    for before, after, energy, force in zip(frames, written, found["energy"], found["max_force"], strict=True):
         np.testing.assert_allclose(after.positions, before.positions, atol=1e-7)
         assert after.get_potential_energy() == pytest.approx(energy)
         assert np.linalg.norm(after.get_forces(), axis=1).max() == pytest.approx(force, abs=1e-6)
@@ -58,7 +58,7 @@ def test_a_gap_over_the_tolerance_exits_with_1(frames, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["nowhere.xyz"], "ASE cannot read nowhere.xyz"),
         (["argon.extxyz", "--index", "7"], "ASE cannot read"),
@@ -66,9 +66,9 @@ def test_a_gap_over_the_tolerance_exits_with_1(frames, tmp_path, monkeypatch):
         (["argon.extxyz", "--model", "lj", "--device", "cuda", "--ranks", "2"], "no CUDA device"),
     ],
 )
-def test_bad_input_is_one_line_and_exits_with_2(frames, tmp_path, monkeypatch, arguments, told):
+def test_bad_input_is_one_line_and_exits_with_2(frames, tmp_path, monkeypatch, arguments, message):
     monkeypatch.chdir(tmp_path)
-    assert told in call(*arguments, code=2).output
+    assert message in call(*arguments, code=2).output
 
 
 def test_a_failure_leaves_no_half_written_file(frames, tmp_path):

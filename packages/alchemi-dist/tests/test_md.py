@@ -6,6 +6,7 @@ import json
 import ase.io
 import numpy as np
 import pytest
+import typer
 from ase import optimize
 from ase.build import bulk
 from ase.calculators.calculator import Calculator, all_changes
@@ -15,6 +16,11 @@ from typer.testing import CliRunner
 
 from alchemi_dist import Batch, DistributedModel, LennardJones, ShardedBatch
 from alchemi_dist.cli import app
+from alchemi_dist.cli.md import md_command
+from alchemi_dist.cli.options import command
+from alchemi_domain.evaluate import EvaluateSettings
+from alchemi_domain.settings import Argument, option_of
+from alchemi_dynamics.settings import MDSettings, RelaxSettings
 
 EXACT = 1e-12
 
@@ -45,8 +51,8 @@ def test_md_on_two_ranks_and_on_from_its_checkpoint(file, tmp_path):
     call(*common, file, "--ranks", 2, "--steps", 30, "--json", "first.json")
     index = json.loads((tmp_path / "check" / "checkpoint.json").read_text())
     assert index["step"] == 30 and index["settings"]["ensemble"] == "langevin"
-    told = call(*common, "--restart", "check", "--steps", 45, "--out", "last.extxyz", "--seed", 1).output
-    assert "seed: 0 -> 1" in told and "steps 30 to 45" in told and "step 45: " in told
+    output = call(*common, "--restart", "check", "--steps", 45, "--out", "last.extxyz", "--seed", 1).output
+    assert "seed: 0 -> 1" in output and "steps 30 to 45" in output and "step 45: " in output
     steps = [atoms.info["step"] for atoms in ase.io.read("out.extxyz", ":")]
     assert steps == [0, 10, 20, 30, 40]
     assert [row["step"] for row in csv.DictReader((tmp_path / "log.csv").read_text().splitlines())] == [
@@ -91,7 +97,7 @@ class Ours(Calculator):
 
     def calculate(self, atoms=None, properties=("energy",), system_changes=all_changes):
         super().calculate(atoms, properties, system_changes)
-        results = DistributedModel(LennardJones())(ShardedBatch.share(Batch.from_ase(atoms)))
+        results = DistributedModel(LennardJones())(ShardedBatch.scatter(Batch.from_ase(atoms)))
         energy = results["energy"].item()
         stress = full_3x3_to_voigt_6_stress(results["stress"][0].numpy())
         self.results = {"energy": energy, "free_energy": energy, "forces": results["forces"].numpy(), "stress": stress}
@@ -118,14 +124,14 @@ def test_relax_that_does_not_get_there_exits_with_1(file):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "output"),
     [
         (["md", "nowhere.extxyz"], "ASE cannot read nowhere.extxyz"),
         (["md"], "there is nothing to start from"),
         (["md", "argon.extxyz", "--ensemble", "nvt"], "needs a temperature"),
         (["md", "argon.extxyz", "--timestep", "-1"], "timestep is -1.0 fs"),
         (["md", "argon.extxyz", "--temperature", "-1"], "temperature is -1.0 K"),
-        (["md", "argon.extxyz", "--traj", "out.dcd"], "format is its suffix"),
+        (["md", "argon.extxyz", "--traj", "out.dcd"], "gives its format"),
         (["md", "argon.extxyz", "--out", "nowhere/out.extxyz"], "there is no folder nowhere"),
         (["md", "argon.extxyz", "--out", "out.unknown"], "ASE cannot write"),
         (["md", "argon.extxyz", "--traj", "nowhere/out.extxyz"], "No such file"),
@@ -134,13 +140,42 @@ def test_relax_that_does_not_get_there_exits_with_1(file):
         (["relax", "argon.extxyz", "--skin", "-1"], "skin is -1.0 Å"),
     ],
 )
-def test_bad_input_is_one_message_and_exits_with_2(file, arguments, told):
-    assert told in call(*arguments, "--model", "lj", code=2).output
+def test_bad_input_is_one_message_and_exits_with_2(file, arguments, output):
+    assert output in call(*arguments, "--model", "lj", code=2).output
 
 
 def test_bad_input_on_two_ranks_exits_with_2(file):
     free = argon()
     free.pbc = False
     ase.io.write("free.extxyz", free)
-    told = call("md", "free.extxyz", "--model", "lj", "--ensemble", "npt", "--temperature", 20, "--ranks", 2, code=2).output
-    assert "NPT changes the cell" in told
+    output = call("md", "free.extxyz", "--model", "lj", "--ensemble", "npt", "--temperature", 20, "--ranks", 2, code=2).output
+    assert "NPT changes the cell" in output
+
+
+def test_an_ensemble_of_another_package_reaches_the_command_line(file, tmp_path, monkeypatch):
+    (tmp_path / "theirs.py").write_text(
+        "from alchemi_dist import NVE\n\ndef halved(settings):\n    return NVE(settings.timestep / 2)\n"
+    )
+    metadata = tmp_path / "theirs-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[alchemi.ensembles]\nhalved = theirs:halved\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    app = typer.Typer()
+    app.command()(command(md_command.__wrapped__))
+    assert "halved" in CliRunner().invoke(app, ["--help"]).output
+    options = ["--model", "lj", "--ensemble", "halved", "--timestep", "4", "--steps", "5", "--json", "out.json"]
+    result = CliRunner().invoke(app, [str(file), *options])
+    assert result.exit_code == 0, result.output
+    assert json.loads((tmp_path / "out.json").read_text())["reports"][-1]["time"] == pytest.approx(0.01)
+
+
+@pytest.mark.parametrize(("verb", "kind"), [("md", MDSettings), ("relax", RelaxSettings), ("evaluate", EvaluateSettings)])
+def test_every_setting_is_an_option_with_its_unit_and_default(verb, kind, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    shown = " ".join(call(verb, "--help").output.replace("│", " ").split())
+    for name, field in kind.model_fields.items():
+        option = option_of(kind, name)
+        assert f"--{name.replace('_', '-')} " in shown or isinstance(option, Argument)
+        assert " ".join(option.help.split()) in shown
+        assert field.is_required() or field.default in (None, False) or f"[default: {field.default}]" in shown

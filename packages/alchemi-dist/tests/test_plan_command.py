@@ -1,4 +1,4 @@
-"""`alchemi plan` as a person and as a program use it."""
+"""The command `alchemi plan`: its table for people, and its JSON for programs."""
 
 import json
 
@@ -24,7 +24,7 @@ def rows_of(*arguments):
     return json.loads(call(*arguments, "--json", "-").stdout)
 
 
-def test_a_table_of_every_size_on_every_number_of_ranks(tmp_path):
+def test_the_table_has_every_number_of_atoms_on_every_number_of_ranks(tmp_path):
     result = call("--atoms", "1e6,2e9", "--ranks", "8,4096", "--json", tmp_path / "plan.json")
     assert "125k" in result.output and "2G" in result.output and "cube, 0.05 atoms/Å³" in result.output
     assert "…" not in result.output  # fits 80 columns
@@ -35,7 +35,7 @@ def test_a_table_of_every_size_on_every_number_of_ranks(tmp_path):
     assert all(row["imbalance"] < 1.01 for row in rows)
 
 
-def test_bytes_are_positions_features_and_their_gradients():
+def test_bytes_count_positions_features_and_their_gradients():
     common = "--atoms", "1e6", "--ranks", "8", "--layers"
     for options, per_ghost in (
         ((2, "--width", 64), 48 + 3 * 64 * 4),
@@ -47,11 +47,11 @@ def test_bytes_are_positions_features_and_their_gradients():
         assert row["messages"] == 7 * (2 + max(0, 2 * options[0] - 1))
 
 
-def test_shapes_differ_as_their_surfaces_do():
+def test_ghosts_depend_on_the_surface_of_the_shape():
     ghosts = {s: rows_of("--atoms", "1e8", "--ranks", "64", "--shape", s)[0] for s in ("cube", "slab", "cluster")}
     assert ghosts["slab"]["ghost_ratio"] < ghosts["cluster"]["ghost_ratio"] < ghosts["cube"]["ghost_ratio"]
     assert ghosts["slab"]["neighbours_max"] == 8
-    (grid,) = rows_of("--atoms", "1e8", "--ranks", "64", "--shape", "cluster", "--cut", "grid")
+    (grid,) = rows_of("--atoms", "1e8", "--ranks", "64", "--shape", "cluster", "--method", "grid")
     assert grid["imbalance"] > 1.5 > ghosts["cluster"]["imbalance"]
 
 
@@ -64,7 +64,7 @@ def test_a_file_is_repeated_to_a_billion_atoms(tmp_path):
     assert large["ghosts_mean"] == pytest.approx(cube["ghosts_mean"], rel=0.01)
 
 
-def test_a_slab_is_repeated_along_its_surface_alone(tmp_path):
+def test_a_slab_is_repeated_only_along_its_surface(tmp_path):
     slab = ase.build.fcc111("Cu", (3, 3, 6), vacuum=10)
     slab.info.clear()
     slab.write(tmp_path / "slab.extxyz")
@@ -87,7 +87,7 @@ def test_bad_input_exits_with_2_and_one_message(options, says):
     assert says in output and "Traceback" not in output
 
 
-def test_what_is_not_periodic_cannot_be_repeated(tmp_path):
+def test_a_structure_that_is_not_periodic_cannot_be_repeated(tmp_path):
     ase.build.molecule("C60").write(tmp_path / "c60.extxyz")
     assert "give --atoms 60" in call(tmp_path / "c60.extxyz", code=2).output
     assert rows_of(tmp_path / "c60.extxyz", "--atoms", "60", "--ranks", "2")[0]["ghosts_max"] == pytest.approx(30, rel=0.1)

@@ -16,7 +16,7 @@ from alchemi_spec import NonFinitePosition, UnsupportedElement
 
 def prepared(comm, atoms, model):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     distributed = DistributedModel(model, config)
     return distributed, batch, distributed.prepare(batch)
 
@@ -100,7 +100,7 @@ def test_case_9_molecules_without_a_cell(comm):
 
 
 def test_case_9_the_reason_is_told():
-    batch = ShardedBatch.share(Batch.from_ase([molecule("H2O"), bulk("Cu"), Atoms("Ar", cell=[5, 0, 0], pbc=[1, 0, 0])]))
+    batch = ShardedBatch.scatter(Batch.from_ase([molecule("H2O"), bulk("Cu"), Atoms("Ar", cell=[5, 0, 0], pbc=[1, 0, 0])]))
     assert batch.why_no_stress() == ["it is not periodic", None, "its cell has no volume"]
     results = DistributedModel(Toy(), batch.config)(batch)
     assert (results["stress"][[0, 2]] == 0).all() and (results["stress"][1] != 0).any()
@@ -111,7 +111,7 @@ def test_case_9_the_reason_is_told():
 def test_case_12_an_unknown_element_is_one_error_on_every_rank(comm, number, told):
     atoms = bulk("Si", cubic=True) * (2, 2, 2)
     config = DomainConfig(comm)
-    owners = comm.gather_objects(ShardedBatch.share(Batch.from_ase(atoms), config).ids.tolist())
+    owners = comm.gather_objects(ShardedBatch.scatter(Batch.from_ase(atoms), config).ids.tolist())
     index = owners[-1][3]
     atoms.numbers[index] = number
     with pytest.raises(UnsupportedElement, match=rf"atom {index} {told}.*\n.*H, C, O, Si, Ar, Cu"):
@@ -123,7 +123,7 @@ def test_case_12_an_unknown_element_is_one_error_on_every_rank(comm, number, tol
 def test_case_13_a_coordinate_that_is_no_place_is_one_error_on_every_rank(comm, value):
     atoms = bulk("Si", cubic=True) * (2, 2, 2)
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     index = comm.gather_objects(batch.ids.tolist())[-1][3]
     if comm.rank == comm.size - 1:
         batch.positions[3, 1] = value

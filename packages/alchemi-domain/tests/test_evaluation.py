@@ -53,22 +53,22 @@ def test_fields_that_do_not_fit_together_are_refused():
 @ranks(1, 3)
 def test_every_atom_is_owned_once_and_gathered_in_its_place(comm):
     atoms = bulk("Si", cubic=True) * (2, 2, 2)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, DomainConfig(comm))
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, DomainConfig(comm))
     assert torch.equal(batch.gather(batch.positions), torch.from_numpy(atoms.positions))
     assert batch.n_atoms == 64 and sum(comm.gather_objects(len(batch.ids))) == 64
 
 
 @ranks(2)
-def test_what_rank_0_cannot_share_is_an_error_on_every_rank(comm):
-    with pytest.raises(InputError, match="rank 0 shares"):
-        ShardedBatch.share(None, DomainConfig(comm))
+def test_what_rank_0_cannot_scatter_is_an_error_on_every_rank(comm):
+    with pytest.raises(InputError, match="rank 0 scatters"):
+        ShardedBatch.scatter(None, DomainConfig(comm))
     with pytest.raises(InputError, match="nothing is called 'nowhere'.*halo"):
-        ShardedBatch.share(Batch.from_ase(bulk("Cu")), DomainConfig(comm, strategy="nowhere"))
+        ShardedBatch.scatter(Batch.from_ase(bulk("Cu")), DomainConfig(comm, strategy="nowhere"))
 
 
 @ranks(2)
 def test_a_batch_of_other_ranks_is_refused(comm):
-    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu")), DomainConfig(comm))
+    batch = ShardedBatch.scatter(Batch.from_ase(bulk("Cu")), DomainConfig(comm))
     with pytest.raises(SpecError, match="one DomainConfig for both"):
         DistributedModel(Toy())(batch)
 
@@ -82,13 +82,13 @@ class Careless(Toy):
 
 @ranks(1, 2)
 def test_an_output_that_may_be_a_share_is_refused(comm):
-    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu", cubic=True)), DomainConfig(comm))
+    batch = ShardedBatch.scatter(Batch.from_ase(bulk("Cu", cubic=True)), DomainConfig(comm))
     with pytest.raises(MissingHandler, match="over a slice|energy should have system rows"):
         DistributedModel(Careless(), batch.config)(batch, ("energy",))
 
 
 def test_an_unknown_output_is_refused():
-    batch = ShardedBatch.share(Batch.from_ase(bulk("Cu")))
+    batch = ShardedBatch.scatter(Batch.from_ase(bulk("Cu")))
     with pytest.raises(SpecError, match="has no dipole"):
         DistributedModel(Toy(), batch.config)(batch, ("energy", "dipole"))
 

@@ -1,4 +1,4 @@
-"""What changes under a graph partition while atoms move: who reads what, and how it is brought."""
+"""What changes under a graph partition while atoms move: who reads what, and how it is fetched."""
 
 import torch
 from ase import Atoms
@@ -18,12 +18,12 @@ def chain(spacing):
 def domain_of(comm, mode):
     config = DomainConfig(comm, "graph", compile=mode)
     atoms = Atoms("SiO" * 12, chain(SPARSE).numpy())
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     return Domain(DistributedModel(Toy(), config), batch, 0.2)
 
 
 def at(domain, positions):
-    """Energy and forces there, lists made anew."""
+    """Energy and forces there, with rebuilt lists."""
     domain.batch.positions.copy_(positions[domain.batch.ids])
     domain.rebuild()
     results = domain.evaluate()
@@ -33,15 +33,15 @@ def at(domain, positions):
 @ranks(2)
 def test_a_captured_domain_whose_atoms_come_close_goes_on_by_an_all_gather_and_is_right(comm):
     captured, alone = domain_of(comm, "capture"), domain_of(Comm(), "off")
-    assert captured.room is not None and captured.why_eager is None
+    assert captured.buffers is not None and captured.why_eager is None
     for spacing in (SPARSE, DENSE, SPARSE):
         for found, expected in zip(at(captured, chain(spacing)), at(alone, chain(spacing)), strict=True):
             torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    assert captured.room is None and "all-gather" in captured.why_eager
+    assert captured.buffers is None and "all-gather" in captured.why_eager
 
 
 @ranks(2)
-def test_a_room_made_while_nothing_is_read_serves_when_something_is(comm):
+def test_buffers_made_while_no_ghost_is_read_serve_when_some_are(comm):
     captured, alone = domain_of(comm, "capture"), domain_of(Comm(), "off")
     far = chain(SPARSE) + (torch.arange(24) >= 12).double()[:, None] * APART
     for positions in (far, chain(SPARSE), far, chain(0.9 * SPARSE)):

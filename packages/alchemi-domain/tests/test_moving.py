@@ -1,4 +1,4 @@
-"""Batches that are shared out and move: owners, migration, files, lists with a skin."""
+"""Batches that are divided among ranks and move: owners, migration, files, lists with a skin."""
 
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -30,7 +30,7 @@ def silicon(repeats, amount=0.1):
 
 def domain_of(comm, atoms, model, skin, **config):
     config = DomainConfig(comm, **config)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     return Domain(DistributedModel(model, config), batch, skin)
 
 
@@ -63,11 +63,11 @@ def test_case_1_an_atom_that_has_crossed_a_wall_is_seen_from_both_sides(comm, mo
     close(whole(domain), run(Comm(), atoms, model))
     atoms.positions[1, 0] = 20.1
     place(domain, atoms.positions)
-    assert comm.all_reduce(domain.slack(), "min") > 0
+    assert comm.all_reduce(domain.list_margin(), "min") > 0
     close(whole(domain), run(Comm(), atoms, model))
     atoms.positions[1, 0] = 20.6
     place(domain, atoms.positions)
-    assert comm.all_reduce(domain.slack(), "min") < 0
+    assert comm.all_reduce(domain.list_margin(), "min") < 0
     domain.rebuild()
     sides = domain.batch.gather(torch.full_like(domain.batch.ids, comm.rank)).tolist()
     assert comm.size == 1 or sides == [0, 1, 1]
@@ -81,7 +81,7 @@ def test_case_2_a_cell_that_is_stretched_and_sheared_and_brought_back(comm):
     start = atoms.cell.array.copy()
     for cell in (start, start * 1.02, start @ [[1, 0.05, 0], [0, 1, 0], [0, 0, 1]], start):
         atoms.set_cell(cell, scale_atoms=True)
-        batch = ShardedBatch.share(Batch.from_ase(atoms), distributed.config)
+        batch = ShardedBatch.scatter(Batch.from_ase(atoms), distributed.config)
         results = distributed(batch)
         kept.append(results | {"forces": batch.gather(results["forces"])})
         close(kept[-1], run(comm, atoms, Toy()), 1e-12, 1e-11, 1e-11)
@@ -97,7 +97,7 @@ def test_a_cell_may_change_in_place_as_far_as_the_skin_allows(comm):
         moved.set_cell(atoms.cell.array * (1 + strain), scale_atoms=True)
         place(domain, moved.positions)
         domain.batch.cell.copy_(torch.from_numpy(moved.cell.array))
-        assert (comm.all_reduce(domain.slack(), "min") > 0) == holds
+        assert (comm.all_reduce(domain.list_margin(), "min") > 0) == holds
         if not holds:
             domain.rebuild()
         close(whole(domain, ("energy", "forces", "stress")), run(Comm(), moved, model))
@@ -129,7 +129,7 @@ def test_case_3_stress_is_the_energys_derivative():
 def test_case_3_one_stress_on_any_grid_of_ranks(comm, grid):
     shape = {"long": (comm.size, 1, 1), "flat": (1, 2, comm.size // 2) if comm.size % 2 == 0 else (1, 1, comm.size)}.get(grid)
     config = DomainConfig(comm, HaloStrategy() if shape is None else HaloStrategy("grid", shape))
-    batch = ShardedBatch.share(Batch.from_ase(strained_silicon()), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(strained_silicon()), config)
     results = DistributedModel(Toy(), config)(batch)
     close(results | {"forces": batch.gather(results["forces"])}, run(Comm(), strained_silicon(), Toy()))
 
@@ -166,16 +166,16 @@ def test_case_18_every_field_survives_partition_and_migration(comm):
     given = (before, DomainConfig(comm), {"velocities": torch.rand(n, 3, dtype=F64)})
     velocities = comm.broadcast_object(given[2]["velocities"])
     fields, before = comm.broadcast_object((fields, before))
-    batch = ShardedBatch.share(before, given[1], {"velocities": velocities})
+    batch = ShardedBatch.scatter(before, given[1], {"velocities": velocities})
     jump = torch.randn(n, 3, dtype=F64, generator=torch.Generator().manual_seed(0)) * 4
     batch.positions.add_(jump[batch.ids])
     owned = batch.ids
-    batch = batch.migrated()
+    batch = batch.migrate()
     assert comm.size == 1 or any(comm.gather_objects(not torch.equal(owned, batch.ids)))
     assert torch.equal(batch.gather(batch.positions), before.positions + jump)
     for name, value in fields.items():
         assert batch.per_atom[name].dtype == value.dtype and torch.equal(batch.gather(batch.per_atom[name]), value)
-    assert torch.equal(batch.gather(batch.carried["velocities"]), velocities)
+    assert torch.equal(batch.gather(batch.extra_fields["velocities"]), velocities)
     assert batch.per_system["charge"].tolist() == [-1, 0, 1] and batch.per_system["spin"].tolist() == [1, 2, 3]
     assert torch.equal(batch.gather(batch.atomic_numbers), before.atomic_numbers)
 
@@ -196,7 +196,7 @@ def test_rows_from_anywhere_become_a_batch(comm):
         ShardedBatch.from_owned(rows, mine * (mine != 63), DomainConfig(comm))
     a, b = mine.double(), mine + 100.0
     mixed = ShardedBatch.from_owned(rows, mine.int(), batch.config, {"a": a, "b": b} if comm.rank else {"b": b, "a": a})
-    assert torch.equal(mixed.gather(mixed.carried["b"]), mixed.gather(mixed.carried["a"]) + 100)
+    assert torch.equal(mixed.gather(mixed.extra_fields["b"]), mixed.gather(mixed.extra_fields["a"]) + 100)
     with pytest.raises(InputError, match="a of shape .* must have a row for each"):
         ShardedBatch.from_owned(rows, mine, batch.config, {"a": a[1:] if comm.rank == comm.size - 1 else a})
 
@@ -207,16 +207,16 @@ def test_ranks_that_disagree_about_a_batch_are_told_so(comm, other):
     whole, mine = Batch.from_ase(silicon(1)), torch.arange(comm.rank, 8, 2)
     cell = whole.cell * (1.1 if comm.rank and other == "cell" else 1)
     rows = Batch(whole.positions[mine], whole.atomic_numbers[mine], whole.batch[mine], cell, whole.pbc)
-    carried = {"a": mine.float() if comm.rank and other == "a" else mine.double()}
+    extra_fields = {"a": mine.float() if comm.rank and other == "a" else mine.double()}
     with pytest.raises(InputError, match=f"rank 1 has other {other} than rank 0"):
-        ShardedBatch.from_owned(rows, mine, DomainConfig(comm), carried)
+        ShardedBatch.from_owned(rows, mine, DomainConfig(comm), extra_fields)
 
 
 @ranks(2)
 def test_weights_stay_balanced_when_atoms_move(comm):
-    batch = ShardedBatch.share(Batch.from_ase(silicon(3)), DomainConfig(comm))
+    batch = ShardedBatch.scatter(Batch.from_ase(silicon(3)), DomainConfig(comm))
     weights = torch.where(batch.positions[:, 0] < 6, 5.0, 1.0)
-    batch = batch.balanced(weights)
+    batch = batch.repartition(weights)
     counts = comm.gather_objects(len(batch.ids))
     assert max(counts) > 1.5 * min(counts)
     domain = Domain(DistributedModel(Masked(cutoff=4.0), batch.config), batch)
@@ -225,18 +225,18 @@ def test_weights_stay_balanced_when_atoms_move(comm):
     assert comm.gather_objects(len(domain.batch.ids)) == counts and domain.batch.partition is partition
     domain.batch.positions.copy_(domain.batch.positions * 0.6)
     domain.rebuild()
-    loads = comm.gather_objects(domain.batch.carried["weight"].sum().item())
+    loads = comm.gather_objects(domain.batch.extra_fields["weight"].sum().item())
     assert domain.batch.partition is not partition and max(loads) < 1.1 * sum(loads) / 2
 
 
 @ranks(3)
 def test_gather_to_one_rank_and_in_stretches(comm):
     atoms = silicon(2)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), DomainConfig(comm))
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), DomainConfig(comm))
     here = batch.gather(batch.positions, dst=1)
     assert here.shape == ((64, 3) if comm.rank == 1 else (0, 3))
     assert comm.rank != 1 or torch.equal(here, torch.from_numpy(atoms.positions))
-    first, (positions, ids) = batch.in_order(batch.positions, batch.ids)
+    first, (positions, ids) = batch.to_global_order(batch.positions, batch.ids)
     assert torch.equal(ids, torch.arange(first, first + len(ids))) and len(ids) in (21, 22)
     assert torch.equal(positions, torch.from_numpy(atoms.positions)[ids])
 
@@ -256,7 +256,7 @@ def test_a_frame_of_a_file_is_read_by_all_ranks(comm, name, tmp_path):
         torch.testing.assert_close(batch.gather(batch.positions), torch.from_numpy(atoms.positions), rtol=0, atol=1e-8)
         assert batch.pbc[0].tolist() == atoms.pbc.tolist()
         if index == 1:
-            moving = batch.gather(batch.carried["velocities"])
+            moving = batch.gather(batch.extra_fields["velocities"])
             torch.testing.assert_close(moving, torch.from_numpy(atoms.get_velocities() * fs), rtol=0, atol=1e-7)
     assert batch.per_system["charge"].tolist() == [-1.0]
     for bad, index in ((path, 3), (str(path) + "x", 0)):
@@ -328,12 +328,12 @@ def test_one_partition_carries_an_edge_list_for_each_cutoff(comm):
 
 
 @ranks(2)
-def test_a_coordinate_that_went_nowhere_is_no_slack_and_one_error(comm):
+def test_a_coordinate_that_went_nowhere_leaves_no_margin_and_is_one_error(comm):
     domain = domain_of(comm, silicon(2), Masked(), skin=0.5)
     if comm.rank == 1:
         domain.batch.positions[3, 1] = torch.nan
     lost = int(comm.gather_objects(domain.batch.ids.tolist())[1][3])
-    assert not comm.all_reduce(domain.slack().nan_to_num(nan=-1.0), "min") >= 0
+    assert not comm.all_reduce(domain.list_margin().nan_to_num(nan=-1.0), "min") >= 0
     with pytest.raises(NonFinitePosition, match=f"atom {lost} is at"):
         domain.rebuild()
 
@@ -345,7 +345,7 @@ def test_a_step_between_rebuilds_is_one_exchange_of_positions_and_no_wait(comm):
         domain.evaluate()
         with count_traffic(comm) as traffic:
             domain.batch.positions.add_(0.001)
-            domain.slack()
+            domain.list_margin()
             domain.evaluate()
         assert traffic.exchanges == (1 + more if comm.size > 1 else 0) and traffic.host_syncs == 0
         assert traffic.reverses == (reverses if comm.size > 1 else 0)

@@ -1,4 +1,4 @@
-"""A model under every specification: what it is shown differs, what comes out does not."""
+"""A model under every specification: its inputs differ, its outputs do not."""
 
 import json
 
@@ -12,7 +12,7 @@ from toy import Toy, run, same_as_one_rank
 
 from alchemi_domain import Batch, DistributedModel, Domain, ShardedBatch
 from alchemi_models_classical import LennardJones
-from alchemi_shardtensor import Comm, DomainConfig, Edges
+from alchemi_shardtensor import Comm, DomainConfig, Edges, to_local_ids
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import (
     SPEC_DFTD3_HALO,
@@ -77,9 +77,9 @@ def test_lennard_jones_equals_one_rank_under_every_specification(comm, name):
 def test_edges_come_in_the_order_of_receivers_under_every_specification(comm, name):
     """What fused kernels find an atom's edges by."""
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(STRUCTURES["batch"]), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(STRUCTURES["batch"]), config)
     data = DistributedModel(Toy(), config, SPECS[name]).prepare(batch, skin=0.5)
-    _, local = data["edge_index"].shard.storage.localized(data["edge_index"].shard, data["edge_index"])
+    _, local = to_local_ids(data["edge_index"].shard, data["edge_index"])
     assert (local.as_subclass(Tensor)[1].diff() >= 0).all()
 
 
@@ -87,7 +87,7 @@ def test_edges_come_in_the_order_of_receivers_under_every_specification(comm, na
 @pytest.mark.parametrize("name", ["mpnn", "padded", "sharded", "graph parallel"])
 def test_lennard_jones_exchanges_positions_once_and_sends_nothing_home(comm, name):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase([SILICON, Atoms("Ar"), bulk("Ar", a=5.3)]), config)
+    batch = ShardedBatch.scatter(Batch.from_ase([SILICON, Atoms("Ar"), bulk("Ar", a=5.3)]), config)
     domain = Domain(DistributedModel(LennardJones(cutoff=4.0).float(), config, SPECS[name]), batch, skin=0.0)
     domain.evaluate()  # global ids are looked up once
     domain.batch.positions.add_(0.001)
@@ -102,23 +102,23 @@ def test_lennard_jones_exchanges_positions_once_and_sends_nothing_home(comm, nam
 def test_atoms_may_move_under_every_specification(comm, name):
     """Under a skin, the list trimmed at each step; then past it, with new owners."""
     config, atoms, g = DomainConfig(comm), SILICON.copy(), np.random.default_rng(0)
-    batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
     domain = Domain(DistributedModel(Toy(cutoff=4.0), config, SPECS[name]), batch, skin=0.8)
     for reach in (0.2, 2.0):
         atoms.positions += g.uniform(-reach, reach, (len(atoms), 3)) / 3**0.5
         domain.batch.positions.copy_(torch.from_numpy(atoms.positions)[domain.batch.ids])
-        if comm.all_reduce(domain.slack(), "min") < 0:
+        if comm.all_reduce(domain.list_margin(), "min") < 0:
             domain.rebuild()
         results, one = domain.evaluate(), run(Comm(), atoms, Toy(cutoff=4.0))
         torch.testing.assert_close(results["energy"], one["energy"], rtol=1e-10, atol=0)
         torch.testing.assert_close(domain.batch.gather(results["forces"]), one["forces"], rtol=1e-10, atol=1e-9)
-    assert reach == 2.0 and domain.slack() == 0.8
+    assert reach == 2.0 and domain.list_margin() == 0.8
 
 
 @ranks(2)
 def test_a_band_as_deep_as_the_network_needs_no_exchange_between_layers(comm):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(SILICON), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(SILICON), config)
     found = {}
     for name in ("padded", "three cutoffs deep"):
         model = DistributedModel(Toy(), config, SPECS[name])
@@ -182,7 +182,7 @@ class Direct(torch.nn.Module):
 @ranks(1, 2, 3)
 def test_outputs_of_every_kind(comm):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(SILICON), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(SILICON), config)
     results = DistributedModel(Direct(), config)(batch, ("energy", "forces"))
     one = run(Comm(), SILICON, Direct())
     assert results["charges"].shape == (len(batch.ids),) and results["limit"] == 3
@@ -204,7 +204,7 @@ class Short(Toy):
 @ranks(1, 2)
 def test_a_row_is_returned_for_each_structure(comm):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(STRUCTURES["batch"]), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(STRUCTURES["batch"]), config)
     with pytest.raises(MissingHandler, match=r"energy has shape \(3,\), but there are 4 structures"):
         DistributedModel(Short(), config)(batch, ("energy",))
 
@@ -260,7 +260,7 @@ def test_case_4_an_unknown_or_missing_key_is_named(comm, tmp_path):
 def test_case_10_the_order_of_edges_changes_nothing_and_a_duplicate_is_refused(comm):
     """Shuffled, half of the list in the opposite order; and one edge twice, on the last rank only."""
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(SILICON), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(SILICON), config)
     model = DistributedModel(Toy(), config)
     data = model.prepare(batch)
     routing, edge_index, shifts = (
@@ -324,7 +324,7 @@ def test_case_18_boxes_of_different_size_charge_and_spin_equal_single_runs(comm,
 def test_two_models_with_different_specifications_take_turns(comm):
     """In one process, step by step: each gives what it gives alone."""
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(SILICON), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(SILICON), config)
     models = [
         DistributedModel(m, config, s)
         for m, s in ((Toy(), SPECS["mpnn"]), (Toy(cutoff=4.0, layers=2), SPECS["padded"]), (LennardJones(), None))

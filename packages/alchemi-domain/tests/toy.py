@@ -8,7 +8,7 @@ from alchemi_shardtensor import Comm, DomainConfig
 from alchemi_spec import SPEC_MPNN_HALO
 
 
-# --8<-- [start:model]
+# docs/model.md shows the code up to "end of docs"
 class Toy(nn.Module):
     distribution_spec = SPEC_MPNN_HALO
     elements = frozenset({1, 6, 8, 14, 18, 29})
@@ -49,11 +49,11 @@ class Toy(nn.Module):
         return r / self.cutoff
 
 
-# --8<-- [end:model]
+# end of docs
 
 
 class Masked(Toy):
-    """Its envelope is zero beyond the cutoff, so that a list with a skin may be shown as it is."""
+    """Its envelope is zero beyond the cutoff, so that it may be passed a list with a skin as it is."""
 
     distribution_spec = SPEC_MPNN_HALO.replaced(ignores_longer_edges=True)
 
@@ -65,7 +65,7 @@ def run(comm, atoms, model, spec=None):
     """All results of an ASE structure (or several, or a Batch) on `comm`, forces in the whole's order."""
     config = DomainConfig(comm)
     whole = atoms if isinstance(atoms, Batch) else Batch.from_ase(atoms)
-    batch = ShardedBatch.share(whole if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(whole if comm.rank == 0 else None, config)
     results = DistributedModel(model, config, spec)(batch)
     results["forces"] = batch.gather(results["forces"])
     return results

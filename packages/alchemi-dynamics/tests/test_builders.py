@@ -23,7 +23,7 @@ def silicon(n, seed=0):
 
 def evaluate(comm, frames, strategy="graph"):
     config = DomainConfig(comm, strategy)
-    batch = ShardedBatch.share(Batch.from_ase(frames) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(frames) if comm.rank == 0 else None, config)
     results = DistributedModel(BuildsItsOwn(), config)(batch)
     return results["energy"], batch.gather(results["forces"])
 
@@ -47,7 +47,7 @@ def test_a_model_that_builds_its_own_graph_gives_what_it_gives_by_itself(comm):
 @ranks(2)
 def test_each_rank_keeps_the_edges_of_its_own_receivers(comm):
     config = DomainConfig(comm, "graph")
-    batch = ShardedBatch.share(Batch.from_ase(silicon(2)), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(silicon(2)), config)
     distributed = DistributedModel(BuildsItsOwn(), config)
     model = distributed.model
     whole = model.build(Batch.from_ase(silicon(2)).positions, batch.cell, torch.tensor([64]))
@@ -62,7 +62,7 @@ def test_each_rank_keeps_the_edges_of_its_own_receivers(comm):
 def test_its_trajectory_is_that_of_one_rank(comm):
     def moved(among):
         config = DomainConfig(among, "graph")
-        batch = ShardedBatch.share(Batch.from_ase(silicon(2)) if among.rank == 0 else None, config)
+        batch = ShardedBatch.scatter(Batch.from_ase(silicon(2)) if among.rank == 0 else None, config)
         simulation = Simulation(Domain(DistributedModel(BuildsItsOwn(), config), batch, 0.3), NVE(1.0))
         thermalize(simulation.state, 300.0, seed=1)
         simulation.run(10)
@@ -73,8 +73,8 @@ def test_its_trajectory_is_that_of_one_rank(comm):
 
 @ranks(1)
 def test_a_builder_without_an_edge_index_is_refused(comm):
-    data = DistributedModel(BuildsItsOwn())(ShardedBatch.share(Batch.from_ase(silicon(2))))
+    data = DistributedModel(BuildsItsOwn())(ShardedBatch.scatter(Batch.from_ase(silicon(2))))
     assert keep_owned(lambda x: x, data["energy"]) is data["energy"]
-    positions = DistributedModel(BuildsItsOwn()).prepare(ShardedBatch.share(Batch.from_ase(silicon(2))))["positions"]
+    positions = DistributedModel(BuildsItsOwn()).prepare(ShardedBatch.scatter(Batch.from_ase(silicon(2))))["positions"]
     with pytest.raises(MissingHandler, match="without an edge_index"):
         keep_owned(lambda x: {"edges": x}, positions)

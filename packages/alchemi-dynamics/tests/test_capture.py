@@ -1,4 +1,4 @@
-"""Steps on tensors of fixed size: the same numbers, whatever is left over, and however often lists are made anew."""
+"""Steps on tensors of fixed size: the same numbers, with any padding, and however often lists are rebuilt."""
 
 from unittest.mock import patch
 
@@ -13,7 +13,7 @@ from alchemi_domain import Batch, DistributedModel, Domain, ShardedBatch, domain
 from alchemi_dynamics import FIRE, NPT, NVE, Langevin, NoseHooverChain, Simulation, thermalize
 from alchemi_models_classical import LennardJones
 from alchemi_shardtensor import DomainConfig
-from alchemi_shardtensor.capture import EAGER_CALLS
+from alchemi_shardtensor.capture import WARMUP_CALLS
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import SPEC_LJ_HALO, SPEC_MPNN_HALO, CompilePolicy, DistributionSpec, ShardedStoragePolicy, SpecError
 
@@ -31,7 +31,7 @@ ENSEMBLES = {
 def run(comm, mode, atoms, model, integrator, steps, skin=0.8, temperature=300.0, **more):
     """A trajectory under `compile=mode`."""
     config = DomainConfig(comm, compile=mode)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     found = Simulation(Domain(DistributedModel(model, config), batch, skin), integrator, **more)
     thermalize(found.state, temperature, seed=3)
     found.run(steps)
@@ -52,8 +52,8 @@ def test_a_trajectory_is_that_of_eager_steps(comm, name, ensemble):
     found, expected = (
         run(comm, mode, argon((2, 2, 3)), MODELS[name], ENSEMBLES[ensemble](), 20) for mode in ("capture", "off")
     )
-    assert found.domain.room is not None and found.domain.why_eager is None
-    assert expected.domain.room is None and expected.domain.why_eager == "compile is off"
+    assert found.domain.buffers is not None and found.domain.why_eager is None
+    assert expected.domain.buffers is None and expected.domain.why_eager == "compile is off"
     assert found.rebuilds == expected.rebuilds and gaps(found, expected) < EXACT
 
 
@@ -64,33 +64,33 @@ def test_case_14_nothing_is_captured_anew(comm):
     found, expected = (run(comm, mode, atoms, MODELS["masked"], NVE(2.0), 0, 0.3, 600.0) for mode in ("capture", "off"))
     owned = set(found.state.ids.tolist())
     found.run(12)
-    evaluations, room = dict(found.domain._evaluations), found.domain.room
+    evaluations, buffers = dict(found.domain._evaluations), found.domain.buffers
     found.run(48)
     expected.run(60)
     assert found.rebuilds > 3 and owned != set(found.state.ids.tolist())
-    assert found.domain.recaptures == 0 and found.domain.room is room and found.domain._evaluations == evaluations
+    assert found.domain.recaptures == 0 and found.domain.buffers is buffers and found.domain._evaluations == evaluations
     assert gaps(found, expected) < EXACT
 
 
 @ranks(2)
 @pytest.mark.parametrize("name", ["lj", "toy"])
-def test_what_becomes_too_small_is_made_larger(comm, name):
+def test_buffers_that_become_too_small_are_made_larger(comm, name):
     atoms = argon((2, 2, 3))
-    with patch.object(domain, "MARGINS", (1e-9, 0.05)), patch.object(static_buffers, "FEW", 0):
+    with patch.object(domain, "MARGINS", (1e-9, 0.05)), patch.object(static_buffers, "SPARE_ROWS", 0):
         found, expected = (run(comm, mode, atoms, MODELS[name], NVE(8.0), 60, 0.3, 900.0) for mode in ("capture", "off"))
     assert found.domain.recaptures > 0 and gaps(found, expected) < EXACT
 
 
 @ranks(2)
-def test_edges_that_come_within_the_cutoff_beyond_what_there_is_room_for_are_noticed(comm):
-    near, calls = Domain._near, []
+def test_more_edges_within_the_cutoff_than_the_buffers_hold_are_noticed(comm):
+    edges_to_pass, calls = Domain._edges_to_pass, []
 
-    def too_few(self, data):
+    def too_few(self, data, batch):
         calls.append(data)
-        return {name: n * 9 // 10 if len(calls) < 3 else n for name, n in near(self, data).items()}
+        return {name: n * 9 // 10 if len(calls) < 3 else n for name, n in edges_to_pass(self, data, batch).items()}
 
-    tight = patch.object(domain, "MARGINS", (1e-9, 0.05)), patch.object(static_buffers, "FEW", 0)
-    with patch.object(Domain, "_near", too_few), tight[0], tight[1]:
+    tight = patch.object(domain, "MARGINS", (1e-9, 0.05)), patch.object(static_buffers, "SPARE_ROWS", 0)
+    with patch.object(Domain, "_edges_to_pass", too_few), tight[0], tight[1]:
         found = run(comm, "capture", argon((2, 2, 3)), MODELS["toy"], NVE(4.0), 12)
     assert found.domain.recaptures > 0
     assert gaps(found, run(comm, "off", argon((2, 2, 3)), MODELS["toy"], NVE(4.0), 12)) < EXACT
@@ -113,12 +113,12 @@ def test_batches_and_ranks_with_few_atoms_or_none(comm, name):
         results = []
         for mode in ("capture", "off"):
             config = DomainConfig(comm, compile=mode)
-            batch = ShardedBatch.share(Batch.from_ase(atoms), config)
+            batch = ShardedBatch.scatter(Batch.from_ase(atoms), config)
             found = Domain(DistributedModel(MODELS[name], config), batch, 0.4)
-            for _ in range(EAGER_CALLS + 1):
+            for _ in range(WARMUP_CALLS + 1):
                 outputs = found.evaluate(("energy", "forces", "stress"))
             results.append(outputs | {"forces": found.batch.gather(outputs["forces"])})
-            assert (found.room is None) == (mode == "off")
+            assert (found.buffers is None) == (mode == "off")
         assert results[0].keys() == results[1].keys()
         for key, expected in results[1].items():
             torch.testing.assert_close(results[0][key], expected, rtol=0, atol=EXACT)
@@ -128,7 +128,7 @@ def test_batches_and_ranks_with_few_atoms_or_none(comm, name):
 @pytest.mark.parametrize(("name", "features", "sums"), [("lj", 0, 1), ("toy", 3, 2)])
 def test_a_steady_step_waits_for_nothing_and_sends_positions_once(comm, name, features, sums):
     """Also where lists are trimmed, by the same positions of ghosts as the model sees."""
-    found = run(comm, "capture", argon((2, 2, 3)), MODELS[name], NVE(2.0), EAGER_CALLS + 1)
+    found = run(comm, "capture", argon((2, 2, 3)), MODELS[name], NVE(2.0), WARMUP_CALLS + 1)
     with count_traffic(comm) as traffic:
         for _ in range(3):
             found._first()
@@ -163,23 +163,23 @@ def test_a_model_that_waits_runs_as_it_is_and_the_line_is_named(comm):
     found, expected = (run(comm, mode, argon((2, 2, 3)), Asking(), NVE(4.0), 30, 0.3, 600.0) for mode in ("capture", "off"))
     assert "r.sum().item() >= 0" in found.domain.why_eager and "test_capture.py:" in found.domain.why_eager
     assert found.rebuilds > 3 and gaps(found, expected) < EXACT
-    assert torch.equal(found.state.positions, found._moving.positions[: len(found.state.ids)])
+    assert torch.equal(found.state.positions, found._all_rows.positions[: len(found.state.ids)])
 
 
 @ranks(2)
 def test_ghosts_are_read_anew_at_each_step_also_where_no_version_tells(comm):
     """A graph's replay moves atoms without counting it."""
     config = DomainConfig(comm, compile="capture")
-    batch = ShardedBatch.share(Batch.from_ase(argon((2, 2, 3))), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(argon((2, 2, 3))), config)
     spec = SPEC_MPNN_HALO.replaced(ignores_longer_edges=True)
     found = Domain(DistributedModel(MODELS["lj"], config, spec), batch, 0.0)
     for _ in range(3):
         before = comm.traffic.exchanges
         energy = found.evaluate()["energy"]
         assert comm.traffic.exchanges == before + 1
-    positions = found.room.batch.positions
+    positions = found.atoms.all_rows.positions
     with torch.autograd._unsafe_preserve_version_counter(positions):
-        positions[: found.room.n] += 0.05 * torch.sin(found.batch.ids.double())[:, None]
+        positions[: found.atoms.n_real] += 0.05 * torch.sin(found.batch.ids.double())[:, None]
     moved = DistributedModel(MODELS["lj"], config, spec)(found.batch)["energy"]
     assert (energy - moved).abs() > 1e-4
     torch.testing.assert_close(found.evaluate()["energy"], moved)
@@ -188,17 +188,17 @@ def test_ghosts_are_read_anew_at_each_step_also_where_no_version_tells(comm):
 def test_why_steps_are_eager_is_said():
     def why(model, mode, spec=None):
         config = DomainConfig(compile=mode)
-        batch = ShardedBatch.share(Batch.from_ase(argon((2, 2, 2))), config)
+        batch = ShardedBatch.scatter(Batch.from_ase(argon((2, 2, 2))), config)
         return Domain(DistributedModel(model, config, spec), batch, 0.5).why_eager
 
-    assert "there are no graphs on the CPU" in why(Toy(), "auto")
+    assert "there are no CUDA graphs on the CPU" in why(Toy(), "auto")
     sharded = SPEC_MPNN_HALO.replaced(distribution=DistributionSpec(policy=ShardedStoragePolicy()))
-    assert "layout's rows" in why(Toy(), "capture", sharded)
+    assert "layout's tensors" in why(Toy(), "capture", sharded)
     asked = Toy.distribution_spec.replaced(compile=CompilePolicy(mode="capture"))
     assert why(Toy(), "auto", asked) is None
     unable = Toy.distribution_spec.replaced(compile=CompilePolicy(capture=False))
-    assert "cannot bear" in why(Toy(), "inductor", unable)
-    with pytest.raises(SpecError, match="compile='capture', which this model's specification says that it cannot bear"):
+    assert "forbids capture" in why(Toy(), "inductor", unable)
+    with pytest.raises(SpecError, match="compile='capture' is not possible: the model's specification forbids it"):
         why(Toy(), "capture", unable)
     with pytest.raises(SpecError, match="compile='inductor'"):
         why(MODELS["lj"], "inductor", SPEC_LJ_HALO)
@@ -207,7 +207,7 @@ def test_why_steps_are_eager_is_said():
 def test_what_is_changed_between_runs_counts():
     def trajectory(mode):
         config = DomainConfig(compile=mode)
-        batch = ShardedBatch.share(Batch.from_ase(argon((2, 2, 2))), config)
+        batch = ShardedBatch.scatter(Batch.from_ase(argon((2, 2, 2))), config)
         found = Simulation(Domain(DistributedModel(MODELS["lj"], config), batch, 0.8), Langevin(4.0, 300.0, 0.01, seed=1))
         found.run(8)
         found.state.velocities = found.state.velocities * 0.5
@@ -235,7 +235,7 @@ def test_forces_that_are_added_reach_every_atom(comm):
 @ranks(2)
 def test_inductor_compiles_the_step(comm):
     config = DomainConfig(comm, compile="inductor")
-    batch = ShardedBatch.share(Batch.from_ase(argon((2, 2, 2))), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(argon((2, 2, 2))), config)
     found = Domain(DistributedModel(Toy(layers=1), config), batch, 0.4)
     expected = simulation(comm, argon((2, 2, 2)), Toy(layers=1), NVE(1.0), skin=0.4).domain
     results = found.evaluate()

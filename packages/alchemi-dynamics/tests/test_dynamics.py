@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,13 +11,14 @@ from ase.md.nose_hoover_chain import MTKNPT, IsotropicMTKNPT, NoseHooverChainNVT
 from ase.md.verlet import VelocityVerlet
 from scipy.linalg import expm_frechet
 
+from alchemi_domain import AtomBuffers, ShardedBatch
 from alchemi_dynamics import (
     FIRE,
     NPT,
     NVE,
+    FIREParameters,
     Langevin,
     NoseHooverChain,
-    Pace,
     State,
     maxwell_boltzmann,
     normal,
@@ -26,7 +29,7 @@ from alchemi_dynamics import (
 from alchemi_dynamics.chain import Chain
 from alchemi_dynamics.matrices import derivative_of_exponential, exponential, exponential_and_mean
 from alchemi_dynamics.noise import philox
-from alchemi_shardtensor import Comm
+from alchemi_shardtensor import Comm, DomainConfig
 from alchemi_shardtensor.testing import count_traffic, ranks
 from alchemi_spec import InputError
 
@@ -90,15 +93,22 @@ def state_of(*frames, evaluate=evaluate_argon):
     """As ASE counts: 3N degrees of freedom."""
     counts = torch.tensor([len(a) for a in frames])
     join = lambda values: torch.from_numpy(np.concatenate(values))  # noqa: E731
-    state = State(
-        comm=Comm(),
+    batch = ShardedBatch(
+        DomainConfig(),
         positions=join([a.positions for a in frames]),
-        velocities=join([a.get_velocities() * units.fs for a in frames]),
-        masses=join([a.get_masses() for a in frames]),
+        atomic_numbers=join([a.numbers for a in frames]),
         batch=torch.arange(len(frames)).repeat_interleave(counts),
         ids=torch.arange(int(counts.sum())),
         cell=torch.from_numpy(np.stack([a.cell.array for a in frames])),
         pbc=torch.from_numpy(np.stack([a.pbc for a in frames])),
+        n_atoms=int(counts.sum()),
+        extra_fields={
+            "velocities": join([a.get_velocities() * units.fs for a in frames]),
+            "masses": join([a.get_masses() for a in frames]),
+        },
+    )
+    state = State(
+        AtomBuffers(batch),
         forces=torch.zeros(int(counts.sum()), 3, dtype=torch.float64),
         energy=torch.zeros(len(frames), dtype=torch.float64),
         freedom=3.0 * counts.double(),
@@ -378,21 +388,21 @@ def test_langevin_gives_every_atom_its_share():
 def test_a_thermostat_holds_the_temperature():
     """d(rate)/dt = (T / target - 1) / τ^2: over a run the mean temperature is off by what the rate has gained, and that is
     bounded."""
-    state, warmth = state_of(fluid(kelvin=90)), []
+    state, temperature_ratio = state_of(fluid(kelvin=90)), []
     nvt = NoseHooverChain(2.0, 40.0, 25.0, chain=1)
-    go(state, nvt, 400, after=lambda: warmth.append(state.temperature().item() / 40.0))
-    excess = np.mean(warmth) - 1
+    go(state, nvt, 400, after=lambda: temperature_ratio.append(state.temperature().item() / 40.0))
+    excess = np.mean(temperature_ratio) - 1
     assert abs(excess - nvt.chain.rates.item() * 25.0**2 / 800.0) < 3e-3
-    assert abs(excess) < 0.05 and np.std(warmth) > 0.1
+    assert abs(excess) < 0.05 and np.std(temperature_ratio) > 0.1
 
 
 @pytest.mark.parametrize(("freedom", "start"), [(3e8, 2.0), (3e5, 10.0)])
 def test_a_chain_survives_many_atoms_far_from_their_temperature(freedom, start):
-    chain, warmth = Chain("damping", 100.0, 3, 1), torch.tensor([start], dtype=torch.float64)
-    chain.start(warmth)
+    chain, temperature_ratio = Chain("damping", 100.0, 3, 1), torch.tensor([start], dtype=torch.float64)
+    chain.start(temperature_ratio)
     for _ in range(1000):
-        warmth = warmth * chain.advance(warmth, freedom, 1.0).square()
-    assert 0.8 < warmth.item() < 1.1
+        temperature_ratio = temperature_ratio * chain.advance(temperature_ratio, freedom, 1.0).square()
+    assert 0.8 < temperature_ratio.item() < 1.1
 
 
 def test_velocities_are_maxwells():
@@ -429,11 +439,11 @@ def test_thermalized_systems_rest_as_a_whole_and_have_their_temperature():
 
 
 def own_of(state, comm):
-    """This rank's atoms of a whole: two of three ranks share, the third has none."""
+    """This rank's atoms of a whole: two of three ranks have some, the third has none."""
     mine = state.ids % min(comm.size, 2) == comm.rank
-    rows = {name: getattr(state, name)[mine] for name in ("positions", "velocities", "masses", "batch", "ids", "forces")}
-    whole = {name: getattr(state, name).clone() for name in ("cell", "pbc", "energy", "freedom", "stress")}
-    return State(comm=comm, **rows, **whole)
+    batch = replace(state.rows.with_row_fields(lambda _, rows: rows[mine]), config=DomainConfig(comm))
+    whole = {name: getattr(state, name).clone() for name in ("energy", "freedom", "stress")}
+    return State(AtomBuffers(batch.with_system_fields(torch.clone)), forces=state.forces[mine], **whole)
 
 
 MAKERS = {
@@ -562,8 +572,8 @@ def test_a_restart_goes_on_bit_by_bit(name):
         (lambda: NPT(1.0, 300.0, 0.0, pressure_damping=-1.0), "pressure_damping is -1.0 fs"),
         (lambda: FIRE(0.0), "fmax is 0.0"),
         (lambda: FIRE(0.05, cell="hexagonal"), "None, 'isotropic', 'full'"),
-        (lambda: Pace(slower=1.5), "slower is 1.5"),
-        (lambda: Pace(longest_step=-0.2), "longest_step is -0.2"),
+        (lambda: FIREParameters(timestep_shrink=1.5), "timestep_shrink is 1.5"),
+        (lambda: FIREParameters(max_step=-0.2), "max_step is -0.2"),
     ],
 )
 def test_parameters_that_make_no_sense_are_refused(make, words):

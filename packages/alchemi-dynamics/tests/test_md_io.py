@@ -2,6 +2,8 @@
 
 import csv
 import gc
+import json
+import pickle
 import resource
 import signal
 import time
@@ -20,9 +22,9 @@ from alchemi_dynamics import NPT, NVE, Langevin, NoseHooverChain, Simulation, th
 from alchemi_dynamics.background import Background
 from alchemi_dynamics.checkpoint import Checkpoint, load_checkpoint
 from alchemi_dynamics.report import Thermo
-from alchemi_dynamics.run import MDSettings, RelaxSettings
+from alchemi_dynamics.settings import MDSettings, RelaxSettings
 from alchemi_dynamics.snapshot import Static, snapshot
-from alchemi_dynamics.writers import TrajectoryWriter, Xyz
+from alchemi_dynamics.writers import TrajectoryWriter, XyzFile
 from alchemi_dynamics.zarr_writer import ZarrWriter
 from alchemi_models_classical import LennardJones
 from alchemi_shardtensor import Comm, DomainConfig
@@ -49,7 +51,7 @@ def prepared(comm, integrator, hooks=(), frames=None, fields=None, kelvin=300.0)
     """Every rank calls it; atoms are at `kelvin`."""
     whole = Batch.from_ase(argon() if frames is None else frames)
     whole = whole if fields is None else fields(whole)
-    batch = ShardedBatch.share(whole if comm.rank == 0 else None, DomainConfig(comm))
+    batch = ShardedBatch.scatter(whole if comm.rank == 0 else None, DomainConfig(comm))
     simulation = started(comm, batch, integrator, hooks)
     thermalize(simulation.state, kelvin, seed=1)
     return simulation
@@ -162,7 +164,7 @@ def test_a_trajectory_is_what_was_on_any_number_of_ranks(comm, tmp_path, name):
 
 
 @ranks(2)
-def test_what_a_reader_sees_of_a_running_zarr_is_whole(comm, tmp_path):
+def test_a_reader_of_a_running_zarr_sees_complete_frames(comm, tmp_path):
     keep, seen = Keep(), []
 
     def look(simulation):
@@ -181,7 +183,7 @@ def test_what_a_reader_sees_of_a_running_zarr_is_whole(comm, tmp_path):
     if comm.rank == 0:
         for frames in seen:
             assert_same(frames, {step: keep.frames[step] for step in frames}, EXACT)
-        assert 2 <= len(seen[-1]) < 7  # two wait, one is being written, one is written and not shown
+        assert 2 <= len(seen[-1]) < 7  # two wait, one is being written, one is written and not visible
         assert zarr.open_group(tmp_path / "out.zarr")["positions"].chunks == (1, 16, 3)
         np.testing.assert_array_equal(zarr.open_group(tmp_path / "out.zarr")["numbers"][:], 18)
         assert_same(read(tmp_path / "out.zarr"), keep.frames, EXACT)
@@ -212,7 +214,7 @@ def test_each_of_several_systems_has_its_file(comm, tmp_path):
 
 def test_masses_that_are_not_the_elements_are_written(tmp_path):
     isotopes = torch.full((32,), 36.0, dtype=torch.float64)
-    batch = ShardedBatch.share(Batch.from_ase(argon())).carrying(masses=isotopes)
+    batch = ShardedBatch.scatter(Batch.from_ase(argon())).with_extra_fields(masses=isotopes)
     with writer(tmp_path / "out.extxyz") as hook:
         simulation = started(Comm(), batch, NVE(4.0), [hook])
         thermalize(simulation.state, 300.0, seed=1)
@@ -246,7 +248,7 @@ def test_an_error_of_the_thread_reaches_every_rank(comm, tmp_path):
 
 @pytest.mark.parametrize("name", ["out.extxyz", "out.traj", "out.zarr"])
 @ranks(2)
-def test_a_path_that_cannot_be_written_is_told_before_the_first_step(comm, tmp_path, name):
+def test_a_path_that_cannot_be_written_is_an_error_before_the_first_step(comm, tmp_path, name):
     (tmp_path / "file").touch()
     hook = writer(tmp_path / "file" / name)
     simulation = prepared(comm, NVE(4.0), [hook])
@@ -295,11 +297,11 @@ def test_an_interrupt_leaves_whole_frames(tmp_path):
     assert read(tmp_path / "out.extxyz").keys() == {0, 5, 10}
 
 
-def test_half_a_frame_is_taken_back(tmp_path):
+def test_half_a_frame_is_rolled_back(tmp_path):
     simulation = prepared(Comm(), NVE(4.0))
     simulation.start()
     (frame,) = snapshot(simulation, Static.gathered(simulation.domain.batch))()
-    file = Xyz(tmp_path / "out.extxyz", None)
+    file = XyzFile(tmp_path / "out.extxyz", None)
     file.write(frame)
     size = (tmp_path / "out.extxyz").stat().st_size
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -315,7 +317,7 @@ def test_half_a_frame_is_taken_back(tmp_path):
     file.close()
 
 
-def test_the_thread_does_its_jobs_in_order_until_one_fails():
+def test_the_thread_runs_its_tasks_in_order_until_one_fails():
     done, thread = [], Background()
     for i in range(5):
         thread.put(lambda i=i: done.append(10 // (3 - i)))
@@ -336,7 +338,7 @@ def test_the_thread_does_its_jobs_in_order_until_one_fails():
     [("langevin", "out.extxyz"), ("langevin", "out.traj"), ("npt", "out.traj"), ("nvt", "out.zarr"), ("npt", "out.zarr")],
 )
 @ranks(3)
-def test_a_restart_on_other_ranks_goes_on_as_if_nothing_had_been(comm, tmp_path, ensemble, name):
+def test_a_restart_on_other_ranks_continues_the_same_trajectory(comm, tmp_path, ensemble, name):
     """Twelve steps on one rank, of which three are lost, go on on three; and the other way round; beside a run of one piece."""
     alone, together = (comm, Comm()) if ensemble == "npt" else (Comm(), comm)
     path, keep = tmp_path / name, Keep(3)
@@ -383,11 +385,11 @@ def test_half_a_frame_and_frames_of_others_at_a_restart(tmp_path):
         prepared(Comm(), NVE(4.0), [hook]).run(5)
     text = path.read_text()
     path.write_text(text + text[: len(text) // 4])
-    Xyz(path, after=5).close()
+    XyzFile(path, after=5).close()
     assert path.read_text() == text
     ase.io.write(path, argon())
     with pytest.raises(InputError, match="says no step"):
-        Xyz(path, after=5)
+        XyzFile(path, after=5)
 
 
 @ranks(2)
@@ -405,7 +407,7 @@ def test_a_torn_checkpoint_leaves_the_one_before(comm, tmp_path):
     batch, step, _, _ = load_checkpoint(path, DomainConfig(comm))
     assert step == 5
     np.testing.assert_array_equal(batch.gather(batch.positions), keep.frames[5]["positions"])
-    np.testing.assert_array_equal(batch.gather(batch.carried["velocities"]), keep.frames[5]["velocities"])
+    np.testing.assert_array_equal(batch.gather(batch.extra_fields["velocities"]), keep.frames[5]["velocities"])
     comm.agree(None)
     assert len(list(path.glob("step-*"))) == 2
     comm.agree(None)
@@ -437,7 +439,7 @@ def test_every_field_survives_in_its_dtype(comm, tmp_path):
     for before, after in ((expected.per_atom, batch.per_atom), (expected.per_system, batch.per_system)):
         assert before.keys() == after.keys()
         assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
-    assert torch.equal(batch.ids, torch.arange(32)) and batch.carried.keys() == {"velocities", "masses"}
+    assert torch.equal(batch.ids, torch.arange(32)) and batch.extra_fields.keys() == {"velocities", "masses"}
     now = simulation.integrator.state_dict()
     assert saved.keys() == now.keys() and all(torch.equal(saved[name], now[name]) for name in saved)
 
@@ -453,7 +455,7 @@ def owned_of(comm, path):
     return len(load_checkpoint(path, DomainConfig(comm))[0].ids)
 
 
-def test_what_is_no_checkpoint_is_refused(tmp_path):
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path):
     (tmp_path / "file").write_text("something else")
     with pytest.raises(InputError, match="is not a checkpoint"):
         load_checkpoint(tmp_path)
@@ -490,7 +492,7 @@ def test_reports_are_the_same_on_every_rank_and_ases(comm, tmp_path):
         assert float(row["pressure"]) == last.pressure and int(row["step"]) == 10
 
 
-def test_what_there_is_not_is_none():
+def test_quantities_that_are_not_available_are_none():
     thermo, free = Thermo(1), argon((1, 1, 1))
     free.pbc = False
     prepared(Comm(), NVE(1.0), [thermo], frames=free).start()
@@ -503,3 +505,37 @@ def test_settings_are_refused_when_they_are_made():
         RelaxSettings(file="a.xyz", model="lj", strategy="grid")
     with pytest.raises(InputError, match="steps is 0"):
         MDSettings(file="a.xyz", model="lj", steps=0)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"stress": "False"}, "stress is 'False': it should be a valid boolean"),
+        ({"stress": 0}, "stress is 0: it should be a valid boolean"),
+        ({"steps": "10"}, "steps is '10': it should be a valid integer"),
+        ({"steps": True}, "steps is True"),
+        ({"timestep": "1"}, "timestep is '1' fs: it should be a valid number"),
+        ({"temperature": float("nan")}, "temperature is nan K"),
+        ({"skin": -1}, "skin is -1 Å"),
+        ({"dtype": "float16"}, "dtype is 'float16': it should be 'float32' or 'float64'"),
+        ({"compile": "fast"}, "compile is 'fast'"),
+        ({"ensemble": "nph"}, "ensemble is 'nph'.*'langevin', 'npt', 'nve', 'nvt'"),
+        ({"ensemble": "nvt"}, "needs a temperature"),
+        ({"tempo": 3}, "there is no setting tempo"),
+        ({"seed": "1", "index": 1.5}, "index is 1.5.*seed is '1'"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value(given, message):
+    with pytest.raises(InputError, match=message):
+        MDSettings(file="a.xyz", **given)
+
+
+def test_a_setting_that_is_missing_is_named():
+    with pytest.raises(InputError, match="the setting file is missing"):
+        RelaxSettings(model="lj")
+
+
+def test_settings_are_values_that_survive_json_and_pickling():
+    settings = MDSettings(file="a.xyz", model="lj", ensemble="npt", temperature=300, out="a.extxyz")
+    assert pickle.loads(pickle.dumps(settings)) == settings == MDSettings(**json.loads(settings.model_dump_json()))
+    assert isinstance(settings.integrator(), NPT) and settings.integrator().pressure.values == 0

@@ -27,7 +27,7 @@ def argon(repeats=(3, 3, 3), a=5.4, shear=0.0, amount=0.1):
 
 def simulation(comm, atoms, model, integrator, skin=0.8, temperature=None, drift=(0, 0, 0), **more):
     config = DomainConfig(comm)
-    batch = ShardedBatch.share(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
+    batch = ShardedBatch.scatter(Batch.from_ase(atoms) if comm.rank == 0 else None, config)
     found = Simulation(Domain(DistributedModel(model, config), batch, skin), integrator, **more)
     if temperature:
         thermalize(found.state, temperature, seed=3)
@@ -107,15 +107,15 @@ def test_two_thousand_steps_forces_are_one_processes(comm, name, shear):
 def test_a_block_of_steps_waits_for_nothing_but_its_end(comm):
     found = simulation(comm, argon(), ARGON, NVE(2.0), temperature=40.0)
     found.run(1)
-    assert found._ahead == 8
+    assert found._n_speculative == 8
     with count_traffic(comm) as traffic:
-        assert found._steps_without_looking(8)
+        assert found._speculative_steps(8)
     assert traffic.exchanges == (8 if comm.size > 1 else 0) and traffic.reverses == traffic.host_syncs == 0
-    assert traffic.reductions == 8 + 1  # the energy's sum; the slack once
+    assert traffic.reductions == 8 + 1  # the energy's sum; the list margin once
 
 
 @ranks(1, 3)
-def test_steps_that_outlive_the_lists_are_taken_back(comm):
+def test_steps_that_outlive_the_lists_are_rolled_back(comm):
     """A field that sets in makes atoms faster than their speeds foretold."""
 
     def field(state):
@@ -124,10 +124,10 @@ def test_steps_that_outlive_the_lists_are_taken_back(comm):
 
     careful, bold = (simulation(comm, argon(), ARGON, Langevin(2.0, 40.0), temperature=40.0, forces=[field]) for _ in range(2))
     for _ in range(24):
-        careful._ahead = 0
+        careful._n_speculative = 0
         careful.run(1)
     bold.run(24)
-    assert bold.taken_back > 0 and careful.taken_back == 0
+    assert bold.rolled_back > 0 and careful.rolled_back == 0
     for name in ("positions", "velocities"):
         torch.testing.assert_close(gathered(bold, name), gathered(careful, name), rtol=0, atol=1e-9)
     torch.testing.assert_close(bold.integrator.heat, careful.integrator.heat, rtol=1e-12, atol=1e-12)
@@ -153,7 +153,7 @@ def test_npt_with_a_changing_cell_equals_one_process(comm):
 
 @ranks(1, 2)
 @pytest.mark.parametrize("make", [lambda: NVE(2.0), lambda: NPT(4.0, 20.0, pressure=0.5 * GPa, pressure_damping=100.0)])
-def test_few_steps_are_taken_back(comm, make):
+def test_few_steps_are_rolled_back(comm, make):
     """Speeds foretell neither a field that sets in nor a cell that shrinks: blocks get shorter, then longer again."""
 
     def field(state):
@@ -161,14 +161,14 @@ def test_few_steps_are_taken_back(comm, make):
 
     found = simulation(comm, argon((2, 2, 2)), ARGON, make(), temperature=0.01, forces=[field])
     found.run(100)
-    assert found.taken_back <= 100
+    assert found.rolled_back <= 100
 
 
 @ranks(2)
 def test_dynamics_leave_the_users_batch_as_it_is(comm):
     whole, config = Batch.from_ase(argon((2, 2, 2))), DomainConfig(comm)
     before = whole.cell.clone(), whole.positions.clone()
-    batch = ShardedBatch.share(whole, config)
+    batch = ShardedBatch.scatter(whole, config)
     integrator = NPT(4.0, 90.0, pressure=1.0 * GPa, pressure_damping=100.0)
     found = Simulation(Domain(DistributedModel(ARGON, config), batch), integrator)
     found.run(20)
@@ -351,7 +351,7 @@ def test_an_atom_that_explodes_is_one_error_on_every_rank(comm):
 
 def test_positions_of_float32_are_refused():
     config = DomainConfig()
-    batch = ShardedBatch.share(Batch.from_ase(argon(), dtype=torch.float32), config)
+    batch = ShardedBatch.scatter(Batch.from_ase(argon(), dtype=torch.float32), config)
     with pytest.raises(InputError, match="positions move in float64"):
         Simulation(Domain(DistributedModel(ARGON, config), batch), NVE(1.0))
 

@@ -1,4 +1,4 @@
-"""Edges against brute force, on any cell and any number of ranks."""
+"""The halo strategy: edges against brute force, and balance, for any cell and any number of ranks."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from alchemi_halo import HaloStrategy
-from alchemi_kernels import Frames
+from alchemi_kernels import LatticeFrames
 from alchemi_shardtensor import Comm
 from alchemi_shardtensor.testing import ranks
 from alchemi_spec import InvalidCell
@@ -26,8 +26,8 @@ def fcc(a, repeats):
 
 
 def brute_force(positions, cell, pbc, cutoff):
-    """Every (receiver, sender, S) with |x[sender] + S @ cell - x[receiver]| < cutoff, no list library involved."""
-    frames = Frames.of(cell[None], pbc[None])
+    """Every (receiver, sender, S) with |x[sender] + S @ cell - x[receiver]| < cutoff, without a neighbour list."""
+    frames = LatticeFrames.of(cell[None], pbc[None])
     spread = (positions @ frames.inverse[0]).amax(0) - (positions @ frames.inverse[0]).amin(0)
     most = [int(cutoff / h + s) + 1 if p else 0 for h, s, p in zip(frames.heights[0], spread, pbc, strict=True)]
     shifts = torch.tensor(list(itertools.product(*[range(-m, m + 1) for m in most])), dtype=F64)
@@ -41,13 +41,13 @@ def brute_force(positions, cell, pbc, cutoff):
 BISECTION = HaloStrategy()
 
 
-def shared_edges(comm, positions, batch, cell, pbc, cutoff, halo=BISECTION):
-    """The edges of all ranks by global ids, through the routing itself; and the owned and ghost counts."""
-    dealt = slice(comm.rank, None, comm.size)  # no rank needs all atoms to find who owns them
-    partition = halo.partition(positions[dealt], batch[dealt], cell, pbc, comm)
+def edges_of_all_ranks(comm, positions, batch, cell, pbc, cutoff, halo=BISECTION):
+    """The edges of all ranks by global ids, which the routing exchanges, and the number of atoms that each rank owns."""
+    some = slice(comm.rank, None, comm.size)  # any part of the atoms will do
+    partition = halo.partition(positions[some], batch[some], cell, pbc, comm)
     mine = (partition.owners(positions, batch, cell, pbc) == comm.rank).nonzero().flatten()
-    routing, (sender, receiver), shifts = halo.connect(positions[mine], batch[mine], cell, pbc, cutoff, comm)
-    ids = routing.padded(mine)
+    routing, (sender, receiver), shifts = halo.build_neighbour_list(positions[mine], batch[mine], cell, pbc, cutoff, comm)
+    ids = routing.with_ghosts(mine)
     assert len(ids) == routing.n_owned + routing.n_ghost == len(ids.unique())
     assert torch.equal(receiver, receiver.sort().values)
     edges = [(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)]
@@ -56,7 +56,7 @@ def shared_edges(comm, positions, batch, cell, pbc, cutoff, halo=BISECTION):
 
 
 def same_edges(comm, positions, cell, pbc, cutoff):
-    found, _ = shared_edges(comm, positions, torch.zeros(len(positions), dtype=torch.long), cell[None], pbc[None], cutoff)
+    found, _ = edges_of_all_ranks(comm, positions, torch.zeros(len(positions), dtype=torch.long), cell[None], pbc[None], cutoff)
     assert len(found) == len(set(found))
     assert set(found) == brute_force(positions, cell, pbc, cutoff)
     return len(found)
@@ -77,7 +77,7 @@ def test_case_8_strongly_sheared_copper(comm):
 
 
 def random_system(seed):
-    """1 to 40 atoms anywhere, angles from 25 to 155 degrees, left-handed too, every mix of pbc."""
+    """1 to 40 atoms anywhere; angles from 25 to 155 degrees, also left-handed cells, every mix of pbc."""
     g = torch.Generator().manual_seed(seed)
     n = int(torch.randint(1, 41, (1,), generator=g))
     while True:
@@ -132,22 +132,22 @@ def test_atoms_thousands_of_ångströms_apart(comm, pbc):
     side = 4000.0
     near = torch.tensor([[0.02, 0.16, side - 1.68], [side - 1, side - 0.6, side - 0.04], [side - 1.1, side, 0.3]], dtype=F64)
     cell = torch.eye(3, dtype=F64) * side
-    found, _ = shared_edges(comm, near, torch.zeros(3, dtype=torch.long), cell[None], pbc[None], 4.5)
+    found, _ = edges_of_all_ranks(comm, near, torch.zeros(3, dtype=torch.long), cell[None], pbc[None], 4.5)
     assert set(found) == brute_force(near, cell, pbc, 4.5) and len(found) == (6 if pbc.all() else 0)
     thin = torch.diag(torch.tensor([side, side, 3.0], dtype=F64))
     flat = torch.cat([near, near[:1] + torch.tensor([2.0, 1, 1])]) % 3990.0
-    found, _ = shared_edges(comm, flat, torch.zeros(4, dtype=torch.long), thin[None], pbc[None], 4.5)
+    found, _ = edges_of_all_ranks(comm, flat, torch.zeros(4, dtype=torch.long), thin[None], pbc[None], 4.5)
     assert set(found) == brute_force(flat, thin, pbc, 4.5) and found
 
 
 @ranks(3)
-def test_systems_of_a_batch_do_not_see_each_other(comm):
+def test_no_edge_connects_two_systems_of_a_batch(comm):
     systems = [random_system(seed) for seed in (3, 4, 5)]
     positions = torch.cat([p for p, _, _ in systems])
     sizes = torch.tensor([len(p) for p, _, _ in systems])
     batch = torch.repeat_interleave(torch.arange(3), sizes)
     cell, pbc = torch.stack([c for _, c, _ in systems]), torch.stack([p for _, _, p in systems])
-    found, _ = shared_edges(comm, positions, batch, cell, pbc, 3.5)
+    found, _ = edges_of_all_ranks(comm, positions, batch, cell, pbc, 3.5)
     expected = set()
     for (p, c, periodic), first in zip(systems, [0, *sizes.cumsum(0).tolist()], strict=False):
         expected |= {(r + first, s + first, *k) for r, s, *k in brute_force(p, c, periodic, 3.5)}
@@ -156,7 +156,7 @@ def test_systems_of_a_batch_do_not_see_each_other(comm):
 
 @ranks(1, 3)
 @pytest.mark.parametrize("depth", [2, 3])
-def test_a_deeper_list_has_the_edges_of_senders_too(comm, depth):
+def test_a_list_of_depth_2_or_more_also_has_the_edges_of_senders(comm, depth):
     systems, cutoff = [random_system(seed) for seed in (3, 8)], 2.5
     positions = torch.cat([p for p, _, _ in systems])
     batch = torch.repeat_interleave(torch.arange(2), torch.tensor([len(p) for p, _, _ in systems]))
@@ -165,8 +165,10 @@ def test_a_deeper_list_has_the_edges_of_senders_too(comm, depth):
     every = brute_force(*systems[0], cutoff) | {(r + first, s + first, *k) for r, s, *k in brute_force(*systems[1], cutoff)}
     partition = BISECTION.partition(positions, batch, cell, pbc, Comm(), n_ranks=comm.size)
     mine = (partition.owners(positions, batch, cell, pbc) == comm.rank).nonzero().flatten()
-    routing, (sender, receiver), shifts = BISECTION.connect(positions[mine], batch[mine], cell, pbc, cutoff, comm, depth)
-    ids, receivers = routing.padded(mine), set(mine.tolist())
+    routing, (sender, receiver), shifts = BISECTION.build_neighbour_list(
+        positions[mine], batch[mine], cell, pbc, cutoff, comm, depth
+    )
+    ids, receivers = routing.with_ghosts(mine), set(mine.tolist())
     for _ in range(depth - 1):
         receivers |= {s for r, s, *_ in every if r in receivers}
     found = [(int(ids[r]), int(ids[s]), *map(int, k)) for r, s, k in zip(receiver, sender, shifts, strict=True)]
@@ -210,7 +212,7 @@ def test_case_19_owned_atoms_are_balanced(n_ranks, shape):
 
 
 @ranks(3)
-def test_cuts_do_not_depend_on_who_had_the_atoms(comm):
+def test_the_planes_do_not_depend_on_which_rank_had_the_atoms(comm):
     positions, cell, pbc = density_step(torch.Generator().manual_seed(0))
     batch, one = torch.zeros(len(positions), dtype=torch.long), (cell[None], pbc[None])
     mine = torch.arange(len(positions)) % 2 == comm.rank  # rank 2 has none
@@ -221,17 +223,17 @@ def test_cuts_do_not_depend_on_who_had_the_atoms(comm):
     assert torch.equal(split, alone) and len(alone.unique()) == 7
 
 
-def test_weights_are_balanced_instead_of_numbers():
+def test_weights_are_balanced_instead_of_numbers_of_atoms():
     g = torch.Generator().manual_seed(0)
     positions, batch = torch.rand(4000, 3, dtype=F64, generator=g) * 20, torch.zeros(4000, dtype=torch.long)
-    weights = torch.where(positions[:, 0] < 5, 9.0, 1.0) * 1.7e-6  # seconds, say
+    weights = torch.where(positions[:, 0] < 5, 9.0, 1.0) * 1.7e-6  # for example seconds
     one = torch.eye(3, dtype=F64)[None] * 20, ALL[None]
     owner = HaloStrategy().partition(positions, batch, *one, Comm(), weights, n_ranks=5).owners(positions, batch, *one)
     loads = torch.zeros(5).index_add_(0, owner, weights.float())
     assert loads.max() / loads.mean() < 1.02 and torch.bincount(owner).max() > 1.5 * 800
 
 
-def test_cuts_move_with_the_cell():
+def test_the_planes_move_with_the_cell():
     positions, cell, pbc = crystal(None)
     batch = torch.zeros(len(positions), dtype=torch.long)
     partition = HaloStrategy().partition(positions, batch, cell[None], pbc[None], Comm(), n_ranks=6)
@@ -243,7 +245,7 @@ def test_cuts_move_with_the_cell():
 
 
 @pytest.mark.parametrize("sizes", [[300, 30, 300], [40] * 3, [1000, 1], [5], [0, 7, 0, 90]])
-def test_systems_of_a_batch_are_cut_among_as_few_ranks_as_need_be(sizes):
+def test_as_few_systems_of_a_batch_as_possible_are_divided(sizes):
     batch = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     positions = torch.rand(len(batch), 3, dtype=F64) * 10
     many = torch.eye(3, dtype=F64).repeat(len(sizes), 1, 1) * 10, ALL.repeat(len(sizes), 1)
@@ -252,7 +254,7 @@ def test_systems_of_a_batch_are_cut_among_as_few_ranks_as_need_be(sizes):
     assert len(torch.stack([batch, owner]).unique(dim=1)[0]) <= len(sizes) + 4
 
 
-def test_many_systems_are_dealt_out_whole():
+def test_many_systems_stay_whole():
     sizes = torch.randint(1, 60, (50,), generator=torch.Generator().manual_seed(0))
     batch = torch.repeat_interleave(torch.arange(50), sizes)
     many = torch.zeros(50, 3, 3, dtype=F64), torch.zeros(50, 3, dtype=torch.bool)
@@ -264,15 +266,15 @@ def test_many_systems_are_dealt_out_whole():
 
 @ranks(4)
 @pytest.mark.parametrize("shape", [None, (4, 1, 1), (1, 2, 2)])
-def test_a_grid_of_ranks_finds_the_same_edges(comm, shape):
+def test_a_processor_grid_finds_the_same_edges(comm, shape):
     for seed in range(5):
         positions, cell, pbc = random_system(seed)
         batch, grid = torch.zeros(len(positions), dtype=torch.long), HaloStrategy("grid", shape)
-        found, _ = shared_edges(comm, positions, batch, cell[None], pbc[None], 3.5, grid)
+        found, _ = edges_of_all_ranks(comm, positions, batch, cell[None], pbc[None], 3.5, grid)
         assert len(found) == len(set(found)) and set(found) == brute_force(positions, cell, pbc, 3.5)
 
 
-def test_a_grid_has_the_smallest_surface_and_as_many_parts_as_ranks():
+def test_a_processor_grid_has_the_smallest_surface_and_as_many_parts_as_ranks():
     cell, pbc = torch.diag(torch.tensor([80.0, 20, 20], dtype=F64))[None], ALL[None]
     positions, batch = torch.rand(5000, 3, dtype=F64) @ cell[0], torch.zeros(5000, dtype=torch.long)
     grid = HaloStrategy("grid").partition(positions, batch, cell, pbc, Comm(), n_ranks=16)
@@ -291,8 +293,7 @@ def test_case_19_no_ghost_is_missing_on_a_prime_number_of_ranks(comm):
 
 
 @ranks(1, 4)
-def test_the_search_need_not_know_how_large_the_cell_is(comm):
-    """A thin region of a wide cell is searched as if it were open; atoms many cells away from the first, too."""
+def test_a_thin_region_of_a_wide_cell_and_atoms_far_outside_the_cell(comm):
     g = torch.Generator().manual_seed(0)
     cell = torch.tensor([[60.0, 0, 0], [20, 9, 0], [5, 3, 30]], dtype=F64)
     positions = (torch.rand(70, 3, dtype=F64, generator=g) + torch.randint(-1, 2, (70, 3), generator=g)) @ cell
@@ -303,14 +304,14 @@ def test_the_search_need_not_know_how_large_the_cell_is(comm):
     "cell",
     [torch.zeros(3, 3), torch.ones(3, 3), torch.tensor([[4.0, 0, 0], [0, 4, 0], [0, 0, torch.nan]]), torch.eye(3) * 1e-4],
 )
-def test_a_cell_that_spans_nothing_is_refused(cell):
+def test_a_cell_without_a_volume_is_refused(cell):
     with pytest.raises(InvalidCell, match="system 1"):
-        Frames.of(torch.stack([torch.eye(3) * 4, cell]), torch.stack([ALL, ALL]))
+        LatticeFrames.of(torch.stack([torch.eye(3) * 4, cell]), torch.stack([ALL, ALL]))
 
 
-def test_a_vector_that_is_not_periodic_is_ignored():
+def test_a_cell_vector_that_is_not_periodic_is_ignored():
     pbc = torch.tensor([[True, False, True]])
     cell = torch.tensor([[[4.0, 0, 0], [torch.nan, 0, 0], [1, 0, 5]]])
-    frame = Frames.of(cell, pbc)
+    frame = LatticeFrames.of(cell, pbc)
     torch.testing.assert_close(frame.vectors[0, 1].abs(), torch.tensor([0, 1, 0], dtype=F64))
     torch.testing.assert_close(frame.vectors[0, 0], torch.tensor([4, 0, 0], dtype=F64))

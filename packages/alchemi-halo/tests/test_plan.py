@@ -1,4 +1,4 @@
-"""The planner against real partitions of real atoms, and against formulas where there are too many to hold."""
+"""Plans against partitions of real atoms, and against formulas where there are too many atoms to hold."""
 
 import time
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from alchemi_halo import Density, HaloStrategy, plan
-from alchemi_kernels import Frames, neighbours
+from alchemi_kernels import LatticeFrames, neighbour_list
 from alchemi_shardtensor import Comm
 from alchemi_shardtensor.testing import ranks
 from alchemi_spec import InputError, InvalidCell
@@ -20,13 +20,13 @@ SIDE = (N / PER_VOLUME) ** (1 / 3)
 ALL, NONE = (True, True, True), (False, False, False)
 
 GHOSTS = 0.035
-"""Of the ghosts of all ranks: a cut between atoms at random reads sqrt(N) more or fewer, and a plan is the mean."""
+"""Tolerance of the ghosts of all ranks. The real number varies by its square root; a plan is the mean."""
 SMALL = 0.07
-"""The same for some thousand atoms, or for ranks that are thinner than the reach on two sides."""
+"""The same for a few thousand atoms, or for ranks that are thinner than the reach along two axes."""
 STEP = 0.1
-"""A rank across a step in the density is taken to have its mean density at every face."""
+"""Tolerance for a rank across a step of the density: the plan assumes its mean density at every face."""
 PEERS = 0.15
-"""Of the mean number: a rank that is within reach across an edge or a corner may have no pair of atoms there."""
+"""Tolerance of the mean number of neighbours: a region within reach across an edge or corner may have no pair of atoms."""
 
 
 def uniform(g):
@@ -71,16 +71,16 @@ def as_tensors(positions, cell, pbc):
 
 
 def pairs(positions, cell, pbc, reach):
-    frames = Frames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None])
+    frames = LatticeFrames.of(torch.tensor(cell)[None], torch.tensor(pbc)[None])
     everyone = torch.arange(len(positions))
-    found = neighbours(torch.tensor(positions), everyone, frames.vectors[0], frames.periodic[0], reach)
+    found = neighbour_list(torch.tensor(positions), everyone, frames.vectors[0], frames.periodic[0], reach)
     return found[0].numpy(), found[1].numpy()
 
 
-def real(positions, cell, pbc, n_ranks, edges, cuts="bisection"):
-    """Owned atoms, ghosts and peers of each rank, from every pair of atoms and its owners."""
+def real(positions, cell, pbc, n_ranks, edges, method="bisection"):
+    """Owned atoms, ghosts and neighbour ranks of each rank, from every pair of atoms and its owners."""
     one = as_tensors(positions, cell, pbc)
-    owner = HaloStrategy(cuts).partition(*one, Comm(), n_ranks=n_ranks).owners(*one).numpy()
+    owner = HaloStrategy(method).partition(*one, Comm(), n_ranks=n_ranks).owners(*one).numpy()
     away = owner[edges[0]] != owner[edges[1]]
     reader, atom = np.unique(np.stack([owner[edges[0][away]], edges[1][away]]), axis=1)
     peers = np.unique(np.stack([reader, owner[atom]]), axis=1)[0]
@@ -95,7 +95,7 @@ def test_agrees_with_the_real_partition(shape):
         owned, ghosts, peers = real(*atoms, n_ranks, edges)
         planned = plan(density, n_ranks, REACH)
         assert planned.owned.sum() == planned.n_atoms == N
-        assert np.abs(planned.owned - owned).max() <= 1 + 0.005 * N / n_ranks  # as near as the real cut is searched for
+        assert np.abs(planned.owned - owned).max() <= 1 + 0.005 * N / n_ranks  # the tolerance of the real search
         assert planned.ghosts.sum() == pytest.approx(ghosts.sum(), rel=STEP if shape is step else GHOSTS)
         assert planned.ghosts.max() == pytest.approx(ghosts.max(), rel=STEP)
         assert planned.neighbours.mean() == pytest.approx(peers.mean(), rel=PEERS)
@@ -105,7 +105,7 @@ def test_agrees_with_the_real_partition(shape):
 def test_agrees_with_the_real_grid(shape):
     *atoms, density = shape(np.random.default_rng(1))
     owned, ghosts, _ = real(*atoms, 12, pairs(*atoms, REACH), "grid")
-    planned = plan(density, 12, REACH, cut="grid")
+    planned = plan(density, 12, REACH, method="grid")
     np.testing.assert_allclose(np.sort(planned.owned), np.sort(owned), atol=4 * np.sqrt(N / 12))
     assert planned.imbalance == pytest.approx(owned.max() / owned.mean(), rel=0.06)
     assert planned.ghosts.sum() == pytest.approx(ghosts.sum(), rel=GHOSTS)
@@ -133,21 +133,21 @@ def test_a_structure_repeated_is_planned_from_its_unit_cell():
 
 
 @ranks(2)
-def test_agrees_with_what_two_ranks_exchange(comm):
+def test_agrees_with_the_routing_of_two_ranks(comm):
     positions, cell, pbc, density = triclinic(np.random.default_rng(3))
     x, batch, cell, pbc = as_tensors(positions, cell, pbc)
     mine = HaloStrategy().partition(x, batch, cell, pbc, Comm(), n_ranks=2).owners(x, batch, cell, pbc) == comm.rank
-    routing = HaloStrategy().connect(x[mine], batch[mine], cell, pbc, REACH, comm).routing
+    routing = HaloStrategy().build_neighbour_list(x[mine], batch[mine], cell, pbc, REACH, comm).routing
     planned = plan(density, 2, REACH)
     assert routing.n_owned == pytest.approx(planned.owned[comm.rank], abs=0.005 * N / 2)
     assert routing.n_ghost == pytest.approx(planned.ghosts[comm.rank], rel=0.05)
     assert sum(n > 0 for n in routing.recv_splits) == planned.neighbours[comm.rank] == 1
 
 
-@pytest.mark.parametrize("cut", ["bisection", "grid"])
-def test_one_rank_has_only_images_of_its_own(cut):
+@pytest.mark.parametrize("method", ["bisection", "grid"])
+def test_one_rank_has_no_ghosts(method):
     for density in (Density.uniform(100, np.eye(3) * 4), Density.cluster(100, 0.05)):
-        alone = plan(density, 1, 6.0, cut=cut)
+        alone = plan(density, 1, 6.0, method=method)
         assert (alone.owned.tolist(), alone.ghosts.tolist(), alone.neighbours.tolist()) == (pytest.approx([100]), [0], [0])
         assert (alone.imbalance, alone.ghost_ratio) == (1, 0)
 
@@ -164,9 +164,9 @@ def test_ranks_thinner_than_the_reach():
     cell = np.diag([400.0, 50.0, 20.0])
     x = np.random.default_rng(4).random((N, 3)) @ cell
     edges = pairs(x, cell, ALL, REACH)
-    for n_ranks, cut in ((128, "bisection"), (200, "grid")):  # 150 and 100 atoms a rank, 5 Å at the thinnest
-        _, ghosts, peers = real(x, cell, ALL, n_ranks, edges, cut)
-        planned = plan(Density.uniform(N, cell), n_ranks, REACH, cut=cut)
+    for n_ranks, method in ((128, "bisection"), (200, "grid")):  # 150 and 100 atoms a rank, 5 Å at the thinnest
+        _, ghosts, peers = real(x, cell, ALL, n_ranks, edges, method)
+        planned = plan(Density.uniform(N, cell), n_ranks, REACH, method=method)
         assert planned.ghosts.sum() == pytest.approx(ghosts.sum(), rel=SMALL)
         assert planned.ghost_ratio > 1
         assert planned.neighbours.mean() == pytest.approx(peers.mean(), rel=PEERS)
@@ -176,7 +176,7 @@ def test_a_billion_atoms_on_4096_ranks_is_the_formula_of_a_cube():
     n, side = 1e9, (1e9 / PER_VOLUME / 4096) ** (1 / 3)
     band = PER_VOLUME * (6 * side**2 * REACH + 3 * np.pi * side * REACH**2 + 4 / 3 * np.pi * REACH**3)
     start = time.process_time()
-    plans = [plan(Density.uniform(n, np.eye(3) * 16 * side), 4096, REACH, cut=cut) for cut in ("bisection", "grid")]
+    plans = [plan(Density.uniform(n, np.eye(3) * 16 * side), 4096, REACH, method=method) for method in ("bisection", "grid")]
     assert time.process_time() - start < 2  # 0.3 s
     dense = plan(Density.uniform(n * 1e4, np.eye(3) * 16 * side), 4096, REACH)  # atoms right up to the faces
     for planned in plans:
@@ -187,27 +187,27 @@ def test_a_billion_atoms_on_4096_ranks_is_the_formula_of_a_cube():
     np.testing.assert_allclose(dense.ghosts, 1e4 * band, rtol=5e-3)
 
 
-def test_edges_and_corners_of_a_sheared_region_are_steiners():
+def test_edges_and_corners_of_a_sheared_region_follow_steiners_formula():
     cell = np.array([[1, 0, 0], [0.6, 1, 0], [0.5, 0.4, 1]]) * 120
-    dense = plan(Density.uniform(1e13, 4 * cell), 64, 10.0, cut="grid")
+    dense = plan(Density.uniform(1e13, 4 * cell), 64, 10.0, method="grid")
     faces = 2 * np.linalg.norm(np.cross(cell[[1, 2, 0]], cell[[2, 0, 1]]), axis=1).sum()
     volume = faces * 10.0 + np.pi * 10.0**2 * np.linalg.norm(cell, axis=1).sum() + 4 / 3 * np.pi * 10.0**3
     np.testing.assert_allclose(dense.ghosts, 1e13 / 64 * volume / np.linalg.det(cell), rtol=5e-3)
 
 
-def test_the_first_of_three_ranks_is_cut_off_first():
+def test_the_first_plane_separates_the_first_of_three_ranks():
     boxes = plan(Density.uniform(9e6, np.diag([12.0, 10.0, 8.0])), 3, 1.0).boxes
     np.testing.assert_allclose(boxes[0], [[0, 0, 0], [1 / 3, 1, 1]], atol=1e-6)
     np.testing.assert_allclose(boxes[2], [[1 / 3, 0.5, 0], [1, 1, 1]], atol=1e-6)
 
 
-def test_nobody_reads_across_a_vacuum_wider_than_the_reach():
+def test_no_rank_reads_across_a_vacuum_wider_than_the_reach():
     column = np.diag([10.0, 10.0, 300.0])
     assert plan(Density.slab(3000, column, filled=0.5), 3, 6.0).neighbours.tolist() == [1, 2, 1]
     assert plan(Density.uniform(3000, column), 3, 6.0).neighbours.tolist() == [2, 2, 2]
 
 
-def test_bytes_are_those_that_two_gpus_counted():
+def test_bytes_equal_those_counted_on_two_gpus():
     """MACE 128x0e + 128x1o on 9,000 atoms (benchmarks/results/evaluate.json): positions and features in float32."""
     quartz = plan(Density.uniform(9000, np.eye(3)), 2, 0.1)
     object.__setattr__(quartz, "ghosts", np.array([1434, 1433]))
@@ -217,9 +217,9 @@ def test_bytes_are_those_that_two_gpus_counted():
     assert quartz.bytes(1, 10, 4).tolist() == [1434 * (48 + 40), 1433 * (48 + 40)]
 
 
-@pytest.mark.parametrize("cut", ["bisection", "grid"])
-def test_more_ranks_than_atoms(cut):
-    planned = plan(Density.uniform(3, np.eye(3) * 10), 8, 3.0, cut=cut)
+@pytest.mark.parametrize("method", ["bisection", "grid"])
+def test_more_ranks_than_atoms(method):
+    planned = plan(Density.uniform(3, np.eye(3) * 10), 8, 3.0, method=method)
     assert planned.owned.sum() == pytest.approx(3)
     assert (planned.ghosts[planned.owned < 0.5] == 0).all() and (planned.neighbours[planned.owned < 0.5] == 0).all()
     assert np.isfinite(planned.ghosts).all() and (planned.ghosts <= 3).all()
@@ -232,7 +232,7 @@ def test_more_ranks_than_atoms(cut):
         (lambda: plan(Density.uniform(10, np.eye(3)), 2.5, 1.0), "n_ranks = 2.5"),
         (lambda: plan(Density.uniform(10, np.eye(3)), 2, float("nan")), "reach = nan"),
         (lambda: plan(Density.uniform(10, np.eye(3)), 2, -1.0), "reach = -1"),
-        (lambda: plan(Density.uniform(10, np.eye(3)), 2, 1.0, cut="curve"), "'bisection', 'grid'"),
+        (lambda: plan(Density.uniform(10, np.eye(3)), 2, 1.0, method="curve"), "'bisection', 'grid'"),
         (lambda: Density.uniform(0, np.eye(3)), "1 atom"),
         (lambda: Density.uniform(float("inf"), np.eye(3)), "finite numbers"),
         (lambda: Density.uniform(10, np.eye(2)), r"cell has the shape \(2, 2\)"),

@@ -1,4 +1,4 @@
-"""Small systems and their full lists, by brute force."""
+"""Small systems and their full neighbour lists, found by brute force."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ CUTOFF, SKIN = 8.5, 1.0
 
 
 def argon(n, cell=None, images=0, seed=0, reach=CUTOFF + SKIN):
-    """n atoms 3 Å or more apart in a box, or in `cell` with all edges up to `reach` to its images."""
+    """n atoms, 3 Å or more apart, in a box, or in `cell` with all edges up to `reach` Å to its images."""
     g = torch.Generator().manual_seed(seed)
     side = torch.arange(max(1, round((2 * n) ** (1 / 3)) + 1), dtype=torch.float64)
     sites = torch.cartesian_prod(side, side, side)[torch.randperm(len(side) ** 3, generator=g)[:n]]
@@ -24,8 +24,8 @@ def argon(n, cell=None, images=0, seed=0, reach=CUTOFF + SKIN):
     return FullList(points, sender, receiver, wide[image], cell[None], torch.zeros(n, dtype=torch.long), n)
 
 
-def together(*systems):
-    """One list of all of them."""
+def batched(*systems):
+    """One batch of several systems."""
     atoms = [0, *torch.tensor([s.n for s in systems]).cumsum(0).tolist()]
     moved = [s._replace(sender=s.sender + a, receiver=s.receiver + a) for s, a in zip(systems, atoms, strict=False)]
     batch = torch.repeat_interleave(torch.arange(len(systems)), torch.tensor([s.n for s in systems]))
@@ -45,17 +45,17 @@ def first(system, n):
 
 
 def parameters(dtype=torch.float64, device="cpu"):
-    """Argon's."""
+    """The parameters of argon."""
     sigma, epsilon = (torch.tensor(x, dtype=dtype, device=device) for x in (3.4, 0.010341))
     return {"sigma": sigma, "epsilon": epsilon, "cutoff": CUTOFF}
 
 
 CUTOFFS = (4.9, 5.1, 6.3, 8.1, 8.5)
-"""At some of them the switch is zero to round-off only."""
+"""At some of these the switch is zero only to round-off."""
 
 
 def edges_beyond(cutoff):
-    """Two atoms at the cutoff, hardly beyond it, and so far apart that their distance squared is no number."""
+    """Two atoms at the cutoff, just beyond it, and so far apart that their squared distance overflows."""
     pair = argon(2)
     lengths = (cutoff, cutoff * (1 + 1e-15), 1.1 * cutoff, 1e60, 1e200)
     return [pair._replace(points=torch.tensor([[0.0, 0, 0], [r, 0, 0]], dtype=torch.float64)) for r in lengths]
@@ -71,5 +71,5 @@ SYSTEMS = {
     "left-handed": argon(6, SHEARED[[1, 0, 2]], images=2, seed=1),
     "ten cutoffs of edges": argon(3, SHEARED, images=3, reach=20.0),
 }
-SYSTEMS["a batch"] = together(*SYSTEMS.values())
+SYSTEMS["a batch"] = batched(*SYSTEMS.values())
 SYSTEMS["with ghosts"] = first(SYSTEMS["a batch"], 27)

@@ -14,8 +14,8 @@ from alchemi_shardtensor import (
     SYSTEMS,
     Owners,
     Routing,
-    Shard,
     plain,
+    shard_of,
     tag,
 )
 from alchemi_spec import DistributionSpec, GraphParallelPolicy, HaloStoragePolicy, LocalPolicy, ShardedStoragePolicy
@@ -66,8 +66,8 @@ class RandomGraph:
             owners=Owners.of(self.mine.to(comm.device), comm),
         ).to(comm.device)
         if layout == "local":
-            self.routing, self.edges = Routing.alone(n, comm), torch.arange(n_edges)
-        self.shard = Shard.of(spec or DistributionSpec(policy=LAYOUTS[layout]), self.routing, n_systems)
+            self.routing, self.edges = Routing.without_ghosts(n, comm), torch.arange(n_edges)
+        self.shard = shard_of(spec or DistributionSpec(policy=LAYOUTS[layout]), self.routing, n_systems)
         ids = self.edge_index[:, self.edges]
         seen = ids if layout in ("sharded", "local") else local[ids]
         self.local_edge_index = tag(seen.to(comm.device), self.shard, None, NODES, BOTH)

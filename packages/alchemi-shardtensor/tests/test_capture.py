@@ -5,10 +5,9 @@ import pytest
 import torch
 from graphs import UNEVEN, RandomGraph
 
-from alchemi_shardtensor import EDGE, LOST, OWNED, Captured, Comm, DomainConfig, SideStream, plain
-from alchemi_shardtensor.capture import EAGER_CALLS
+from alchemi_shardtensor import EDGE, LOST, OWNED, CapturedStep, Comm, DomainConfig, SideStream, plain
+from alchemi_shardtensor.capture import WARMUP_CALLS, HostSyncDetector
 from alchemi_shardtensor.testing import ADJOINT, adjoint_gap, ranks
-from alchemi_shardtensor.waits import HostWaits
 from alchemi_spec import DistributionSpec, OpAdapter, SameRows, SpecError
 
 CPU = torch.device("cpu")
@@ -34,13 +33,13 @@ class Waiting(torch.autograd.Function):
 
 @pytest.mark.parametrize("form", WAITING)
 def test_what_waits_for_the_device_is_named_by_its_line(form):
-    with HostWaits() as waits:
+    with HostSyncDetector() as waits:
         WAITING[form](torch.rand(3))
     assert len(waits.found) == 1 and "test_capture.py:" in waits.found[0] and ": " in waits.found[0]
 
 
 def test_what_does_not_wait_is_not_named():
-    with HostWaits() as waits:
+    with HostSyncDetector() as waits:
         x = torch.rand(4)
         torch.where(x > 0, x, 0).cumsum(0)[torch.tensor([1, 2])].clamp(max=3).index_add_(0, torch.tensor([0]), x[:1])
     assert waits.found == []
@@ -56,8 +55,8 @@ def test_a_wait_on_one_rank_is_known_on_all_and_the_step_goes_on_as_it_is(comm):
             made.clear()
         return len(made)
 
-    captured = Captured(step, comm, SideStream(CPU))
-    assert [captured() for _ in range(EAGER_CALLS + 2)] == list(range(1, EAGER_CALLS + 3))
+    captured = CapturedStep(step, comm, SideStream(CPU))
+    assert [captured() for _ in range(WARMUP_CALLS + 2)] == list(range(1, WARMUP_CALLS + 3))
     assert "_local_scalar_dense at " in captured.why_not and "made[-1].item() < 0" in captured.why_not
 
 
@@ -70,8 +69,8 @@ def test_what_is_no_mode_and_no_type_is_refused():
 
 def test_a_step_that_waits_for_nothing_runs_on_the_cpu_without_a_graph():
     x = torch.zeros(2)
-    captured = Captured(lambda: x.add_(1), Comm(), SideStream(CPU))
-    for n in range(1, EAGER_CALLS + 3):
+    captured = CapturedStep(lambda: x.add_(1), Comm(), SideStream(CPU))
+    for n in range(1, WARMUP_CALLS + 3):
         assert captured() is x and x[0] == n
     assert captured.why_not is None and captured.graph is None
 

@@ -29,7 +29,7 @@ def counts_of(comm):
 @pytest.mark.parametrize("features", FEATURES)
 def test_exchange_and_reverse_are_each_others_adjoint(comm, collective, owners, features):
     """Rank 0 of `UNEVEN` owns nearly all; rank 3 of four owns nothing."""
-    routing = RandomGraph(comm, owners=owners).routing.by(collective)
+    routing = RandomGraph(comm, owners=owners).routing.with_collective(collective)
     x = torch.randn(routing.n_owned, *features, dtype=F64)
     ghosts = torch.randn(routing.n_ghost, *features, dtype=F64)
     with count_traffic(comm) as traffic:
@@ -59,14 +59,14 @@ def test_the_sum_over_ranks_is_its_own_adjoint(comm):
 def test_every_collective_is_differentiable_twice(comm, name):
     """Against finite differences, as one function of all ranks; a cube in front makes it bend."""
     counts, graph = counts_of(comm), RandomGraph(comm, n=5, n_edges=9)
-    routing = graph.routing.by("all_gather" if name == "all_gather" else "exchange")
+    routing = graph.routing.with_collective("all_gather" if name == "all_gather" else "exchange")
     weights = torch.linspace(0.5, 1.5, 5, dtype=F64)[:, None] * (comm.rank + 1)
     mine = torch.arange(sum(counts)).split(counts)[comm.rank]
     functions = {
         "exchange": lambda x: routing.exchange(x[graph.mine]),
         "all_gather": lambda x: routing.exchange(x[graph.mine]),
-        "padded": lambda x: routing.padded(x[graph.mine]),
-        "folded": lambda x: routing.folded(x[torch.cat([graph.mine, graph.ghosts])] * (comm.rank + 1)),
+        "padded": lambda x: routing.with_ghosts(x[graph.mine]),
+        "folded": lambda x: routing.reduce_ghosts(x[torch.cat([graph.mine, graph.ghosts])] * (comm.rank + 1)),
         "gathered": lambda x: all_gather_rows(x.repeat(2, 1)[mine], counts, comm),
         "scattered": lambda x: reduce_scatter_rows(x.repeat(2, 1)[: sum(counts)] * (comm.rank + 1), counts, comm),
         "sum": lambda x: sum_over_ranks(x * weights, comm),
@@ -95,7 +95,7 @@ def test_the_gradient_of_an_extreme_goes_in_equal_parts_to_the_ranks_that_hold_i
 @pytest.mark.parametrize("collective", ["exchange", "all_gather"])
 def test_ghost_rows_are_their_owners_rows_whatever_their_type(comm, collective):
     graph = RandomGraph(comm)
-    routing, x = graph.routing.by(collective), torch.arange(graph.n * 2.0).reshape(-1, 2)
+    routing, x = graph.routing.with_collective(collective), torch.arange(graph.n * 2.0).reshape(-1, 2)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex128):
         field = (x % 7 > 3 if dtype == torch.bool else x).to(dtype)
         assert torch.equal(routing.exchange(field[graph.mine]), field[graph.ghosts])
@@ -134,7 +134,7 @@ def test_a_routing_is_found_from_global_ids(comm):
     assert torch.equal(torch.cat([graph.mine, routing.exchange(graph.mine)])[local], ids)
     assert routing.n_ghost == len(set(ids.flatten().tolist()) - set(graph.mine.tolist()))
     still, _ = graph.routing.owners.route(graph.mine)
-    assert still.is_still
+    assert still.no_exchange
     with pytest.raises(IndexError, match=f"points at {graph.n} nodes has values from 0 to 99"):
         graph.routing.owners.route(torch.tensor([0, 99] if comm.rank == 0 else [0, 1]))
     with pytest.raises(ValueError, match="must be owned by one rank, once"):
@@ -144,8 +144,8 @@ def test_a_routing_is_found_from_global_ids(comm):
 @ranks(1, 2, 3)
 def test_all_rows_are_gathered_where_most_are_read_everywhere(comm):
     dense, sparse = RandomGraph(comm, n_edges=400), RandomGraph(comm, n_edges=3)
-    assert (dense.routing.by("auto").place is None) is (comm.size == 1)
-    assert sparse.routing.by("auto").place is None
+    assert (dense.routing.with_collective("auto").gather_row is None) is (comm.size == 1)
+    assert sparse.routing.with_collective("auto").gather_row is None
 
 
 @ranks(1, 2, 3)
@@ -171,7 +171,7 @@ def test_an_error_of_one_rank_is_raised_on_all_with_one_text(comm):
 
 
 def test_wrong_rows_are_refused():
-    routing = Routing.alone(3, Comm())
+    routing = Routing.without_ghosts(3, Comm())
     with pytest.raises(ValueError, match="3 owned rows, not 4"):
         routing.exchange(torch.zeros(4))
     with pytest.raises(ValueError, match="0 ghost rows, not 1"):

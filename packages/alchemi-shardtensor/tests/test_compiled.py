@@ -6,8 +6,7 @@ from graphs import RandomGraph
 from torch._dynamo import lookup_backend
 from torch.utils._python_dispatch import _disable_current_modes
 
-from alchemi_shardtensor import OWNED, plain, tag
-from alchemi_shardtensor.compiled import compiled
+from alchemi_shardtensor import OWNED, compile_step, plain, tag
 from alchemi_shardtensor.testing import EXACT, ranks
 from alchemi_spec import MissingHandler
 
@@ -56,7 +55,7 @@ def test_a_step_is_one_graph_that_reads_its_tensors_where_they_are(comm):
         graphs.append(graph)
         return lookup_backend("aot_eager")(graph, inputs)
 
-    assert_follows(compiled(network, [network.positions], comm, backend), network)
+    assert_follows(compile_step(network, [network.positions], comm, backend), network)
     (graph,) = graphs
     ops = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert sum("all_to_all" in op for op in ops) == (4 if comm.size > 1 else 0)
@@ -72,7 +71,7 @@ def test_what_torchscript_planned_in_earlier_calls_is_planned_anew():
     for _ in range(3):
         function(x)
     assert function.get_debug_state().execution_plans
-    step = compiled(lambda: {"y": function(x)}, [x], backend="eager")
+    step = compile_step(lambda: {"y": function(x)}, [x], backend="eager")
     with pytest.raises(RuntimeError, match="optimized_plan_"):
         function.get_debug_state()
     assert step()["y"].tolist() == [2, 2, 2]
@@ -82,7 +81,7 @@ def test_what_torchscript_planned_in_earlier_calls_is_planned_anew():
 @ranks(2)
 def test_inductor_keeps_the_exchanges(comm):
     network = Network(comm)
-    assert_follows(compiled(network, [network.positions], comm), network)
+    assert_follows(compile_step(network, [network.positions], comm), network)
 
 
 def unseen(x):
@@ -106,7 +105,7 @@ REFUSED = {
 def test_a_step_that_cannot_be_one_graph_is_refused_by_its_line(form):
     x, function = torch.rand(3), REFUSED[form]
     with pytest.raises(MissingHandler, match="cannot be compiled to one graph.*test_compiled.py:[0-9]+: .*x"):
-        compiled(lambda: {"y": function(x)}, [x], backend="eager")
+        compile_step(lambda: {"y": function(x)}, [x], backend="eager")
 
 
 def test_a_kernel_that_fills_zeros_unseen_is_found_by_its_result():
@@ -119,4 +118,4 @@ def test_a_kernel_that_fills_zeros_unseen_is_found_by_its_result():
         return {"y": out * 2}
 
     with pytest.raises(MissingHandler, match="another y"):
-        compiled(step, [x], backend="eager")
+        compile_step(step, [x], backend="eager")

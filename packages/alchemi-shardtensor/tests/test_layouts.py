@@ -20,8 +20,8 @@ from alchemi_shardtensor import (
     SYSTEMS,
     Comm,
     DomainConfig,
-    Fired,
     ShardTensor,
+    TraceEvent,
     plain,
     trace,
 )
@@ -447,17 +447,17 @@ def steps(graph):
 
 
 @ranks(1, 2)
-def test_a_trace_tells_what_fired(comm):
+def test_a_trace_lists_events(comm):
     graph = RandomGraph(comm)
     h, (sender, receiver) = graph.nodes(torch.rand(graph.n, 3)), graph.local_edge_index
     h.sum()
     with trace(graph.shard) as fired:
         torch.zeros_like(h).index_add_(0, receiver, torch.tanh(h[sender]))
     assert fired == [
-        Fired("zeros_like", None, OWNED),
-        Fired("__getitem__", "gather_nodes", EDGE),
-        Fired("tanh", None, EDGE),
-        Fired("index_add_", "to_nodes", OWNED),
+        TraceEvent("zeros_like", None, OWNED),
+        TraceEvent("__getitem__", "gather_nodes", EDGE),
+        TraceEvent("tanh", None, EDGE),
+        TraceEvent("index_add_", "to_nodes", OWNED),
     ]
     h.sum()
     assert len(fired) == 4

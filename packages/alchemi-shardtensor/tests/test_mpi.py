@@ -100,7 +100,7 @@ def check_adjoints(comm, owners):
 
 def check_everything(comm):
     """On all three ranks, then on two of them and on the third alone."""
-    mpi = importlib.import_module("alchemi_shardtensor.mpi")
+    mpi = importlib.import_module("alchemi_shardtensor.transport.mpi")
     check_on(comm)
     check_on(mpi.mpi_comm(mpi.MPI.COMM_WORLD.Split(comm.rank // 2)))
 
@@ -140,7 +140,7 @@ def test_a_failing_rank_ends_the_job():
 
 def test_mpiexec_without_mpi4py_says_what_to_install(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.delitem(sys.modules, "alchemi_shardtensor.mpi", raising=False)
+    monkeypatch.delitem(sys.modules, "alchemi_shardtensor.transport.mpi", raising=False)
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     monkeypatch.setenv("PMI_SIZE", "2")
     with pytest.raises(ImportError, match=r"pip install 'alchemi-shardtensor\[mpi\]'"):

@@ -18,10 +18,10 @@ from alchemi_shardtensor import (
     SYSTEMS,
     Comm,
     ShardTensor,
-    brought,
     handles,
     plain,
     points_at,
+    prefetch_ghosts,
     tag,
 )
 from alchemi_shardtensor.testing import EXACT, count_traffic, ranks
@@ -514,7 +514,7 @@ def test_what_is_lost_stays_lost_whatever_it_meets():
     for lost in (scalar, scalar * 2, scalar + total, total * scalar, x * scalar, scalar * x, x[0] + x):
         assert lost.rows is LOST
     leaf = tag(X.clone(), ONE.shard, OWNED).requires_grad_()
-    with pytest.raises(MissingHandler, match="one rank's share or the"):
+    with pytest.raises(MissingHandler, match="one rank's part or the"):
         torch.autograd.grad(total + torch.nn.functional.mse_loss(leaf, leaf * 2), leaf)
 
 
@@ -528,7 +528,7 @@ def test_a_gather_of_what_was_brought_sends_nothing_until_it_changes(comm):
     for change in (0, 1):
         plain(mine).add_(change)
         with count_traffic(comm) as traffic:
-            brought(graph.shard, plain(mine))
+            prefetch_ghosts(graph.shard, plain(mine))
             leaf = mine.detach().requires_grad_()
             rows, others = leaf[sender], other.detach()[sender]
             (gradient,) = torch.autograd.grad((rows**3).sum() + others.sum(), leaf)

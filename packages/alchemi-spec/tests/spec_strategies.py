@@ -1,4 +1,4 @@
-"""Every specification that can be made, for hypothesis; and all policies and compile contracts, for lists of pairs."""
+"""Hypothesis strategies for all valid specifications, and lists of all valid policies and compile policies."""
 
 from itertools import product
 
@@ -30,7 +30,7 @@ from alchemi_spec import (
 
 
 def all_of(make, **choices):
-    """What `make` does not refuse of all combinations of choices."""
+    """All combinations of choices that `make` accepts."""
     made = []
     for values in product(*choices.values()):
         try:
@@ -74,7 +74,7 @@ distributions = st.builds(
 
 @st.composite
 def specs(draw, distributions=distributions, kinds=None):
-    """Any specification; `kinds`: of its outputs, by name, each or UNKNOWN."""
+    """Any specification. `kinds`: the names of its outputs, each with the kind that it has, unless it is UNKNOWN."""
     some = st.dictionaries(words, st.sampled_from(list(OutputKind)), max_size=5)
     if kinds:
         some = st.fixed_dictionaries({}, optional={k: st.sampled_from([v, OutputKind.UNKNOWN]) for k, v in kinds.items()})
@@ -110,7 +110,7 @@ related = specs(
 
 
 def schema_of_policies():
-    """The published schema's part on policies, and the schema of each kind, which some pydantics write elsewhere."""
+    """The part of the JSON schema on policies, and the schema of each kind (some versions of pydantic write it elsewhere)."""
     schema = MLIPSpec.json_schema()
     part = schema["$defs"]["DistributionSpec"]["properties"]["policy"]
     kinds = [schema["$defs"][kind["$ref"].split("/")[-1]] if "$ref" in kind else kind for kind in part["oneOf"]]
@@ -131,4 +131,4 @@ RICH = MLIPSpec(
     all_reduce_outputs={"energy", "stress"},
     ignores_longer_edges=True,
 )
-"""One with something in every field."""
+"""A specification with a value in every field."""

@@ -33,7 +33,7 @@ EXAMPLES = settings(deadline=None, max_examples=60)
 
 
 def merged(*values):
-    """The values merged from left to right, or None where two clash: then the text has to show both."""
+    """The values merged from left to right, or None if two contradict each other; the message must then show both."""
     with contextlib.suppress(SpecError):
         return functools.reduce(operator.or_, values)
     with pytest.raises(SpecError, match=r"\S+ and \S+"):
@@ -41,7 +41,7 @@ def merged(*values):
     return None
 
 
-@pytest.mark.parametrize("values", [POLICIES, COMPILES], ids=["policies", "compile contracts"])
+@pytest.mark.parametrize("values", [POLICIES, COMPILES], ids=["policies", "compile policies"])
 def test_merging_is_commutative_idempotent_and_associative(values):
     assert all(value | value == value for value in values)
     pairs = {(a, b): merged(a, b) for a, b in product(values, values)}
@@ -52,7 +52,7 @@ def test_merging_is_commutative_idempotent_and_associative(values):
             assert one == other
 
 
-def test_policies_yield_to_what_the_other_needs():
+def test_a_merged_policy_is_right_for_both():
     for halo, sharded in product(HALOS, SHARDED):
         assert halo | sharded == sharded | halo == sharded
     for policy in POLICIES:
@@ -75,13 +75,13 @@ def test_policies_yield_to_what_the_other_needs():
         (CompilePolicy(mode="inductor"), CompilePolicy(inductor=False), "mode='inductor' and inductor=False"),
     ],
 )
-def test_a_clash_names_the_field_and_both_values(a, b, said):
+def test_the_error_names_the_field_and_both_values(a, b, said):
     with pytest.raises(SpecError) as clash:
         a | b
     assert said in str(clash.value)
 
 
-def test_specifications_clash_where_one_would_be_wrong_for_the_other():
+def test_specifications_that_contradict_each_other_are_refused():
     one = MLIPSpec(name="one")
     adapted = [one.distribution.replaced(custom_ops=[OpAdapter("a::b", {0: t})]) for t in (GatherInputs(), SliceOwned())]
     others = {
@@ -116,7 +116,7 @@ def holds(whole, part):
 
 
 def canonical(spec):
-    """Without name and order."""
+    """The fields of a specification without its name, and adapters without their order."""
     d = spec.distribution
     sets = {"custom_ops": frozenset(d.custom_ops), "helpers": frozenset(d.helpers)}
     return {**dict(spec), "name": None, "distribution": {**dict(d), **sets}}
@@ -124,7 +124,7 @@ def canonical(spec):
 
 @EXAMPLES
 @given(st.one_of(st.tuples(related, related), st.tuples(specs(), specs()), st.tuples(related, specs())))
-def test_a_merge_has_everything_of_both_or_says_what_clashes(pair):
+def test_a_merge_has_everything_of_both_or_names_the_difference(pair):
     a, b = pair
     assert a | a == a
     both, other = merged(a, b), merged(b, a)
@@ -144,12 +144,12 @@ def test_merging_specifications_is_associative(a, b, c):
 
 
 @pytest.mark.parametrize(("a", "b"), list(product([True, False], repeat=2)))
-def test_longer_edges_may_be_shown_where_both_ignore_them(a, b):
+def test_a_merge_ignores_longer_edges_if_both_do(a, b):
     specs = [SPEC_MPNN_HALO.replaced(ignores_longer_edges=ignores) for ignores in (a, b)]
     assert (specs[0] | specs[1]).ignores_longer_edges is (a and b)
 
 
-def test_presets_that_go_together_merge():
+def test_presets_that_fit_together_merge():
     assert (SPEC_MPNN_HALO | SPEC_UMA_HALO).compile == CompilePolicy(capture=False)
     charged = SPEC_LJ_HALO | SPEC_EWALD_HALO | SPEC_PME_HALO
     assert charged.name == "lj_halo+ewald_halo+pme_halo"

@@ -35,7 +35,7 @@ class StripedPolicy(StoragePolicy):
 
 @pytest.fixture
 def striped(tmp_path, monkeypatch):
-    """A policy of another package, installed while the test runs."""
+    """A policy of another package, which is installed while the test runs."""
     (tmp_path / "striped_policy.py").write_text(STRIPED)
     info = tmp_path / "striped_policy-1.0.dist-info"
     info.mkdir()
@@ -54,7 +54,7 @@ def test_a_policy_of_another_package_is_found_by_its_kind(striped, tmp_path):
     assert schema_of_policies()[1]["striped"]["stripes"]["type"] == "integer"
 
 
-def test_files_leave_nothing_out_of_a_policy_of_another_package(striped, tmp_path):
+def test_a_missing_key_of_a_policy_of_another_package_is_refused(striped, tmp_path):
     written = json.loads(MLIPSpec(name="x", distribution={"policy": striped()}).model_dump_json())
     del written["distribution"]["policy"]["stripes"]
     (tmp_path / "spec.json").write_text(json.dumps(written))
@@ -64,7 +64,7 @@ def test_files_leave_nothing_out_of_a_policy_of_another_package(striped, tmp_pat
         MLIPSpec(name="x", distribution={"policy": {"kind": "striped", "stirpes": 1}})
 
 
-def test_policies_of_other_packages_say_how_they_merge(striped):
+def test_policies_of_other_packages_decide_how_they_merge(striped):
     assert striped(stripes=2) | striped(stripes=7) == striped(stripes=7)
     assert striped() | LocalPolicy() == LocalPolicy() | striped() == striped()
     with pytest.raises(SpecError, match="policy.kind: 'halo' and 'striped'"):
@@ -74,7 +74,7 @@ def test_policies_of_other_packages_say_how_they_merge(striped):
         StoragePolicy.merged(striped(), striped(stripes=3))
 
 
-def test_an_unknown_kind_is_refused_with_those_installed():
+def test_an_unknown_kind_is_refused_and_the_installed_kinds_are_listed():
     with pytest.raises(SpecError, match=r"no policy has the kind 'striped'; installed are .*halo, local, sharded"):
         DistributionSpec(policy={"kind": "striped"})
     with pytest.raises(SpecError, match="kind None"):
@@ -95,13 +95,13 @@ def test_an_unknown_kind_is_refused_with_those_installed():
         ({"depth": 0}, "greater than or equal to 1"),
     ],
 )
-def test_a_halo_that_contradicts_itself_is_refused_with_what_to_write_instead(contradiction, write_instead):
+def test_a_contradictory_halo_is_refused_and_the_message_says_how_to_correct_it(contradiction, write_instead):
     with pytest.raises(SpecError) as refused:
         HaloStoragePolicy(**contradiction)
     assert write_instead in str(refused.value)
 
 
-def test_the_halos_that_make_sense():
+def test_all_valid_halos():
     assert {(h.layout, str(h.scatter), str(h.gather)) for h in HALOS if h.depth == 1} == {
         ("owned", "halo_correction", "halo_read"),
         ("padded", "halo_correction", "halo_read"),
@@ -111,7 +111,7 @@ def test_the_halos_that_make_sense():
     assert {(h.layout, str(h.scatter)) for h in HALOS if h.depth > 1} == {("padded", "local"), ("padded", "halo_correction")}
 
 
-def test_other_policies_take_only_their_rules():
+def test_other_policies_accept_only_their_own_rules():
     for policy, rules in [
         (ShardedStoragePolicy, {"scatter": "halo_correction"}),
         (GraphParallelPolicy, {"scatter": "distributed"}),

@@ -19,7 +19,7 @@ def path(tmp_path_factory):
 
 @EXAMPLES
 @given(specs())
-def test_a_saved_specification_loads_as_it_was(path, spec):
+def test_a_loaded_specification_equals_the_saved_one(path, spec):
     spec.save(path)
     again = MLIPSpec.load(path)
     assert again == spec and hash(again) == hash(spec) and again.model_dump_json() == spec.model_dump_json()
@@ -43,14 +43,14 @@ def test_every_policy_survives_json(policy, path):
 
 
 @pytest.mark.parametrize("compiling", COMPILES, ids=repr)
-def test_every_compile_contract_survives_json(compiling, path):
+def test_every_compile_policy_survives_json(compiling, path):
     spec = SPEC_MPNN_HALO.replaced(compile=compiling)
     spec.save(path)
     assert MLIPSpec.load(path) == spec
 
 
 def places(value, at=()):
-    """Where in the JSON of `value` there are values with named fields, itself first, and those values."""
+    """The paths in the JSON of `value` of all values with named fields, itself first, with these values."""
     if isinstance(value, Value):
         yield at, value
         value = dict(value)
@@ -59,7 +59,7 @@ def places(value, at=()):
 
 
 def written(spec, at):
-    """The JSON of `spec`, and the part of it that is at `at`."""
+    """The JSON of `spec`, and the part of it at the path `at`."""
     whole = part = json.loads(spec.model_dump_json())
     for key in at:
         part = part[key]
@@ -87,7 +87,7 @@ def test_an_unknown_key_is_refused_by_name(path, at):
     assert "polcy: unknown key" in refusal(path, whole)
 
 
-def test_what_is_no_specification_is_refused_in_plain_words(path):
+def test_a_file_that_is_not_a_specification_is_refused_with_a_reason(path):
     whole = json.loads(SPEC_MPNN_HALO.model_dump_json())
     assert "has version 2; this alchemi-spec reads version 1" in refusal(path, whole | {"version": 2})
     assert "is not JSON" in refusal(path, "{'name'")
@@ -99,7 +99,7 @@ def test_what_is_no_specification_is_refused_in_plain_words(path):
         MLIPSpec.load(path)
 
 
-def test_a_failed_write_leaves_what_was_there(path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file(path, monkeypatch):
     SPEC_LJ_HALO.save(path)
     monkeypatch.setattr("pathlib.Path.replace", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -128,7 +128,7 @@ def test_a_specification_is_frozen_and_changed_by_checked_copies():
         SPEC_MPNN_HALO.replaced(nme="x")
 
 
-def test_outputs_that_do_not_exist_or_are_of_another_kind_are_refused():
+def test_outputs_that_do_not_exist_or_have_another_kind_are_refused():
     for field in ("owned_only_outputs", "all_reduce_outputs"):
         with pytest.raises(SpecError, match=f"{field} has 'dipole', which is not in output_kinds"):
             MLIPSpec(name="x", **{field: {"dipole"}})

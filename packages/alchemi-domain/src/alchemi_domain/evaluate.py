@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import ase.io
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from alchemi_domain.batch import Batch
 from alchemi_domain.distributed_model import DistributedModel
-from alchemi_domain.registry import load_model
+from alchemi_domain.settings import Argument, FilePath, ModelSettings, Option
 from alchemi_domain.sharded_batch import ShardedBatch
 from alchemi_shardtensor import Comm, DomainConfig
 from alchemi_spec import InputError
@@ -23,12 +23,25 @@ TOLERANCE = {
     torch.float64: {"energy": 1e-10, "forces": 1e-9, "stress": 1e-9},
     torch.float32: {"energy": 2e-6, "forces": 5e-6, "stress": 3e-5},
 }
-"""Energy relative; forces in eV/Å, stress in eV/Å^3. Sums in another order differ by round-off, nothing more."""
+"""Largest differences between several ranks and one: energy relative, forces in eV/Å, stress in eV/Å^3.
+
+Sums over ranks are added in another order, so results differ by round-off.
+"""
+
+
+class EvaluateSettings(ModelSettings):
+    """An evaluation of the frames of a file."""
+
+    file: Annotated[FilePath, Argument("File with the structures, in any format that ASE reads.")]
+    index: Annotated[str, Option("Frames of FILE to evaluate, in ASE's notation. All of them are `:`.")] = ":"
+    check: Annotated[
+        bool, Option("Compare the results with those of one rank. Exit with 1 if they differ by more than the tolerance.")
+    ] = False
 
 
 @dataclass
-class Frame:
-    """One structure's results, as rank 0 has them. Stress in ASE's Voigt order, or None and the reason."""
+class StructureResult:
+    """Results of one structure, complete on rank 0. `stress` in ASE's Voigt order, or None and the reason."""
 
     atoms: Atoms
     energy: float
@@ -41,57 +54,47 @@ class Frame:
 
 
 @dataclass
-class Job:
-    """What is known before the first frame: how many frames there are, and the model's type of numbers."""
+class EvaluationHeader:
+    """What is known before the first result: the number of structures, and the floating-point type of the model."""
 
     n_frames: int
     dtype: torch.dtype
 
 
-def evaluate(
-    comm: Comm,
-    file: str,
-    index: str,
-    model: str,
-    dtype: torch.dtype | None,
-    check: bool,
-    trust_pickle: bool,
-    strategy: str = "halo",
-) -> Iterator[Job | Frame]:
-    """A `Job`, then a `Frame` for each; the file is read by rank 0. Every rank must iterate."""
-    config = DomainConfig(comm, strategy)
+def evaluate(comm: Comm, settings: EvaluateSettings) -> Iterator[EvaluationHeader | StructureResult]:
+    """Yield an `EvaluationHeader`, then a `StructureResult` for each frame. Rank 0 reads the file. Every rank must iterate."""
+    config = DomainConfig(comm, settings.strategy)
     frames: list[Atoms] = []
     batches: list[Batch] = []
     with comm.agreement():
         if comm.rank == 0:
-            frames = _read(file, index)
+            frames = _read(settings)
             batches = [Batch.from_ase(atoms) for atoms in frames]
-    potential = load_model(model, comm, trust_pickle=trust_pickle)
-    potential = potential.to(dtype) if dtype is not None else potential
-    kind: torch.dtype = potential.dtype  # type: ignore[assignment]
+    potential = settings.load(comm)
     distributed = DistributedModel(potential, config)
     n_frames = comm.broadcast_object(len(frames))
-    yield Job(n_frames, kind)
+    yield EvaluationHeader(n_frames, potential.dtype)  # type: ignore[arg-type]
     for i in range(n_frames):
         atoms, whole = (frames[i], batches[i]) if comm.rank == 0 else (None, None)
-        yield _evaluate_one(distributed, atoms, whole, check)
+        yield _evaluate_one(distributed, atoms, whole, settings.check)
 
 
-def _read(file: str, index: str) -> list[Atoms]:
+def _read(settings: EvaluateSettings) -> list[Atoms]:
+    where = f"{settings.file} (frames {settings.index!r})"
     try:
-        found = ase.io.read(file, index=index, parallel=False)
+        found = ase.io.read(settings.file, index=settings.index, parallel=False)
     except Exception as error:
-        raise InputError(f"ASE cannot read {file} (frames {index!r}): {type(error).__name__}: {error}") from error
+        raise InputError(f"ASE cannot read {where}: {type(error).__name__}: {error}") from error
     frames = found if isinstance(found, list) else [found]
     if not frames or any(len(a) == 0 for a in frames):
-        raise InputError(f"{file} (frames {index!r}) has {'no frame' if not frames else 'a frame without atoms'}.")
+        raise InputError(f"{where} has {'no frame' if not frames else 'a frame without atoms'}.")
     return frames
 
 
-def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | None, check: bool) -> Frame:
+def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | None, check: bool) -> StructureResult:
     comm = model.config.comm
     start = time.perf_counter()
-    batch = ShardedBatch.share(whole, model.config)
+    batch = ShardedBatch.scatter(whole, model.config)
     data = model.prepare(batch)
     results = model.compute(data, batch, ("energy", "forces", "stress"))
     results["forces"] = batch.gather(results["forces"])
@@ -107,18 +110,18 @@ def _evaluate_one(model: DistributedModel, atoms: Atoms | None, whole: Batch | N
     shown.calc = SinglePointCalculator(shown, **values)
     largest = results["forces"].norm(dim=-1).max().item()
     stress = values["stress"].tolist() if "stress" in values else None
-    return Frame(shown, values["energy"], largest, stress, batch.why_no_stress()[0], ranks, seconds, parity)
+    return StructureResult(shown, values["energy"], largest, stress, batch.why_no_stress()[0], ranks, seconds, parity)
 
 
 def _parity(model: nn.Module, whole: Batch, results: dict[str, Tensor]) -> dict[str, float]:
-    """How far `results` are from one rank's: energy relative, forces and stress the largest difference."""
+    """Largest difference between `results` and those of one rank, relative for the energy."""
     config = DomainConfig(Comm(device=results["energy"].device))
-    one: dict[str, Any] = DistributedModel(model, config)(ShardedBatch.share(whole, config))
+    one: dict[str, Any] = DistributedModel(model, config)(ShardedBatch.scatter(whole, config))
     gaps = {name: (one[name] - results[name]).abs().max().item() for name in one}
     gaps["energy"] /= max(abs(one["energy"].item()), 1e-30)
     return gaps
 
 
 def within_tolerance(parity: dict[str, float], dtype: torch.dtype) -> bool:
-    """Whether every gap is round-off for this type of numbers; nan is not."""
+    """Whether every difference is within `TOLERANCE` for this type. A nan is not."""
     return all(gap <= TOLERANCE[dtype][name] for name, gap in parity.items())

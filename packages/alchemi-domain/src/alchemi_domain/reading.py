@@ -1,4 +1,4 @@
-"""One frame of a file onto many ranks, so that none has to hold it all."""
+"""Reads one frame of a file onto many ranks, so that no rank has to hold all of it."""
 
 import io
 from collections.abc import Iterator
@@ -19,61 +19,61 @@ from alchemi_shardtensor import Comm
 from alchemi_spec import InputError
 
 Rows = tuple[Batch, dict[str, Tensor]]
-"""Some atoms of a batch, and what is carried with them."""
+"""Some atoms of a batch, and their extra fields."""
 
 
 def read_rows(path: str | Path, index: int, comm: Comm) -> tuple[Batch, Tensor, dict[str, Tensor]]:
-    """A share of frame `index`'s atoms, their ids (n,), and the file's `velocities` (n, 3) Å/fs and `masses` (n,) amu.
+    """Some atoms of frame `index`, their ids (n,), and the file's `velocities` (n, 3) Å/fs and `masses` (n,) amu.
 
-    The frame is dealt out in stretches. Every rank must call it.
+    Each rank gets one slice of the frame. Every rank must call it.
 
     Raises:
-        InputError: on every rank, where there is no such frame, it has no atoms or constraints, or it cannot be read.
+        InputError: on every rank, if there is no such frame, it has no atoms, it has constraints, or it cannot be read.
 
     """
-    dealt = _Dealt.of(path, index, comm)
+    part = _FileSlice.of(path, index, comm)
     rows: Rows | None = None
     with comm.agreement():
-        if dealt is None and comm.rank == 0:
+        if part is None and comm.rank == 0:
             rows = rows_of(_read(path, index))
-        elif dealt is not None and dealt.count:
-            rows = rows_of(_parsed(dealt, path))
+        elif part is not None and part.count:
+            rows = rows_of(_parsed(part, path))
     systems = comm.broadcast_object(None if rows is None else without_atoms(rows))
-    batch, carried = rows or systems
-    first = 0 if dealt is None else dealt.first
-    return batch, torch.arange(first, first + len(batch.positions)), carried
+    batch, extra_fields = rows or systems
+    first = 0 if part is None else part.first
+    return batch, torch.arange(first, first + len(batch.positions)), extra_fields
 
 
 def rows_of(atoms: Atoms) -> Rows:
-    """A structure of ASE's and, if it has them, its velocities and its masses.
+    """An ASE structure as a batch and, if it has them, its velocities and its masses.
 
     Raises:
-        InputError: where it has no atoms, or constraints, which nobody would keep.
+        InputError: if it has no atoms, or has constraints, which dynamics here would ignore.
 
     """
     if not len(atoms):
-        raise InputError("there is a frame without atoms.")
+        raise InputError("the file has a frame without atoms.")
     if atoms.constraints:
         raise InputError(
-            f"the structure has {', '.join(type(c).__name__ for c in atoms.constraints)}, which dynamics here would not keep.\n"
-            f"Remove the constraints; or hold atoms by a function of `forces` that sets their forces to zero."
+            f"the structure has {', '.join(type(c).__name__ for c in atoms.constraints)}, which dynamics here would ignore.\n"
+            f"Remove the constraints, or hold atoms by a function in `forces` that sets their forces to zero."
         )
     found = {"momenta": ("velocities", lambda: atoms.get_velocities() * fs), "masses": ("masses", atoms.get_masses)}
-    carried = {name: torch.from_numpy(read()) for key, (name, read) in found.items() if atoms.has(key)}
-    return Batch.from_ase(atoms), carried
+    extra_fields = {name: torch.from_numpy(read()) for key, (name, read) in found.items() if atoms.has(key)}
+    return Batch.from_ase(atoms), extra_fields
 
 
 def without_atoms(rows: Rows) -> Rows:
-    """The systems, and none of the atoms."""
-    batch, carried = rows
+    """The same systems and fields, with no atoms."""
+    batch, extra_fields = rows
     none = {name: getattr(batch, name)[:0].clone() for name in ("positions", "atomic_numbers", "batch")}
     per_atom = {name: value[:0].clone() for name, value in batch.per_atom.items()}
-    return replace(batch, **none, per_atom=per_atom), {name: value[:0].clone() for name, value in carried.items()}
+    return replace(batch, **none, per_atom=per_atom), {name: value[:0].clone() for name, value in extra_fields.items()}
 
 
 @dataclass
-class _Dealt:
-    """A rank's stretch of an xyz frame: `count` lines from atom `first` on, and the line above them all."""
+class _FileSlice:
+    """A rank's part of an xyz frame: the lines of `count` atoms from atom `first` on, and the frame's comment line."""
 
     first: int
     count: int
@@ -81,8 +81,8 @@ class _Dealt:
     lines: bytes = b""
 
     @classmethod
-    def of(cls, path: str | Path, index: int, comm: Comm) -> "_Dealt | None":
-        """A rank's own; None where the file is none that can be dealt out. Rank 0 reads, a stretch at a time."""
+    def of(cls, path: str | Path, index: int, comm: Comm) -> "_FileSlice | None":
+        """The part of this rank, which rank 0 reads and sends; None if the file's format cannot be cut into lines."""
         frame = _frame(path, index) if comm.rank == 0 else None
         found = comm.broadcast_object(None if frame is None else frame[1:])
         if found is None:
@@ -105,7 +105,7 @@ def _read(path: str | Path, index: int) -> Atoms:
 
 
 def _sent(block: bytes, to: int, comm: Comm) -> bytes:
-    """Rank 0's bytes, on rank `to`."""
+    """Send rank 0's bytes to rank `to`; the other ranks get none."""
     wire = torch.frombuffer(bytearray(block), dtype=torch.uint8) if block else torch.empty(0, dtype=torch.uint8)
     size = int(comm.all_gather(torch.tensor(len(block)))[0])
     send = [len(block) if comm.rank == 0 and rank == to else 0 for rank in range(comm.size)]
@@ -114,9 +114,9 @@ def _sent(block: bytes, to: int, comm: Comm) -> bytes:
 
 
 def _frame(path: str | Path, index: int) -> tuple[Iterator[bytes], int, bytes] | None:
-    """The lines of an extxyz frame's atoms, as they are read, how many there are, and the line above them.
+    """An iterator over the atoms' lines of an extxyz frame, their number, and the comment line.
 
-    None for another format, also that of xyz files without a list of columns: ASE reads it whole, or says what is wrong.
+    None for another format, and for xyz files whose comment lists no columns: ASE reads these, or says what is wrong.
     """
     if Path(path).suffix not in (".xyz", ".extxyz"):
         return None
@@ -129,16 +129,16 @@ def _frame(path: str | Path, index: int) -> tuple[Iterator[bytes], int, bytes] |
 
 
 def _lines(path: str | Path, index: int) -> Iterator[bytes]:
-    """A file's lines from frame `index` on."""
+    """Read a file's lines from frame `index` on."""
     with Path(path).open("rb") as file:
         starts = list(_starts(file, index))
         file.seek(starts[index])
-        with suppress(OSError):  # the atoms are fewer then than they should be, and are refused
+        with suppress(OSError):  # there are then too few lines, which is an error later
             yield from iter(file.readline, b"")
 
 
 def _starts(file: BinaryIO, index: int) -> Iterator[int]:
-    """Where each frame begins, as far as `index` if that is counted from the front."""
+    """The byte at which each frame begins; no further than frame `index` if that is not negative."""
     while True:
         start = file.tell()
         line = file.readline()
@@ -152,8 +152,8 @@ def _starts(file: BinaryIO, index: int) -> Iterator[int]:
             file.readline()
 
 
-def _parsed(dealt: _Dealt, path: str | Path) -> Atoms:
-    text = b"%d\n%b%b" % (dealt.count, dealt.comment, dealt.lines)
+def _parsed(part: _FileSlice, path: str | Path) -> Atoms:
+    text = b"%d\n%b%b" % (part.count, part.comment, part.lines)
     try:
         return ase.io.read(io.StringIO(text.decode()), format="extxyz", parallel=False)
     except Exception as error:

@@ -1,73 +1,35 @@
-"""Models and strategies by name: entry points, ours and anybody's."""
+"""Models and strategies by their names in the entry points of installed packages."""
 
 import importlib
 import inspect
 import pickle
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from alchemi_shardtensor import Comm, Edges
+from alchemi_shardtensor import Comm, Strategy
 from alchemi_spec import AlchemiError, InputError
 
 
-class Partition(Protocol):
-    """Space, or whatever a strategy divides, shared out among ranks."""
-
-    def owners(self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, ids: Tensor) -> Tensor:
-        """The rank (n,) that is to own each atom (n, 3) Å, one of `ids` (n,), by this rank's knowledge alone."""
-        ...
-
-
-class Strategy(Protocol):
-    """A way to build the partition. Below it there is one exchange, one reverse, one sum.
-
-    It may have a `kind`, a `StrategyKind` by which models choose their specification; default `HALO`.
-    """
-
-    def partition(
-        self,
-        positions: Tensor,
-        batch: Tensor,
-        cell: Tensor,
-        pbc: Tensor,
-        comm: Comm,
-        weights: Tensor | None = None,
-        *,
-        ids: Tensor,
-    ) -> Partition:
-        """Who is to own what, from each rank's own atoms (n, 3) Å, `ids` (n,) of all, of equal sums of `weights` (n,).
-
-        Every rank must call it.
-        """
-        ...
-
-    def connect(
-        self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
-    ) -> Edges:
-        """All edges of this rank's atoms, of their senders too for depth 2, and so on; and the routing of all senders."""
-        ...
-
-
 def find_strategy(strategy: str | Strategy) -> Strategy:
-    """A strategy by its name in the entry points `alchemi.strategies`, or itself.
+    """Look up a strategy by its name in the entry points `alchemi.strategies`; a strategy object is returned as it is.
 
     Raises:
-        InputError: listing the names that there are.
+        InputError: if no strategy has this name; the message lists the installed ones.
 
     """
     return _entry("alchemi.strategies", strategy)() if isinstance(strategy, str) else strategy
 
 
 def load_model(name: str, comm: Comm | None = None, *, trust_pickle: bool = False) -> nn.Module:
-    """A model by `NAME`, `NAME:ARGUMENT` (entry points `alchemi.models`) or `module:factory`, the same on every rank.
+    """Load a model by `NAME`, `NAME:ARGUMENT` (entry points `alchemi.models`) or `module:factory`, the same on every rank.
 
-    Rank 0 loads it, so that a file is read or fetched once, and sends it to the others; what cannot be sent is loaded by
-    each. `trust_pickle` is passed on to loaders that ask for it.
+    Rank 0 loads the model, so that a file is read or downloaded once, and sends it to the others. If it cannot be pickled,
+    every rank loads it. `trust_pickle` is passed to loaders that have such a parameter.
 
     Raises:
-        InputError: on every rank, where there is no such model; and what the loader raises.
+        InputError: on every rank, if there is no such model; and what the loader raises.
 
     """
     comm = comm or Comm()
@@ -84,13 +46,13 @@ def load_model(name: str, comm: Comm | None = None, *, trust_pickle: bool = Fals
 
 
 def module_of(name: str) -> str:
-    """The module that has to be imported to load this model, so that it can be imported before ranks are forked."""
+    """The module that loads this model. Importing it before ranks are forked saves each of them the import."""
     first = name.partition(":")[0]
     return next((entry.module for entry in entry_points(group="alchemi.models", name=first)), first)
 
 
 def known(group: str) -> list[str]:
-    """The names that the installed packages have registered in a group."""
+    """The names that installed packages have registered in this group of entry points."""
     return sorted(entry_points(group=group).names)
 
 
@@ -111,7 +73,7 @@ def _build(name: str, trust_pickle: bool) -> nn.Module:
         except (TypeError, ValueError) as error:
             if isinstance(error, AlchemiError):
                 raise
-            raise InputError(f"the model {name!r} cannot be made: {error}") from error
+            raise InputError(f"the model {name!r} cannot be loaded: {error}") from error
     if not argument:
         raise InputError(
             f"there is no model {name!r}: installed are {', '.join(known('alchemi.models'))}; your own is module:factory."

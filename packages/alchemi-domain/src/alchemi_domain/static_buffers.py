@@ -1,4 +1,4 @@
-"""Room: the tensors that a captured step reads and writes. They keep their places and sizes while lists are made anew."""
+"""StaticBuffers: what a captured step reads and writes. The tensors keep their sizes and addresses between rebuilds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -10,52 +10,69 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from alchemi_domain.atom_buffers import AtomBuffers, Padding
 from alchemi_domain.distributed_model import DistributedModel
 from alchemi_domain.edge_lists import cutoffs, lengths
 from alchemi_domain.sharded_batch import ShardedBatch
-from alchemi_shardtensor import BOTH, EDGE, NODES, OWNED, PADDED, Routing, Shard, ShardTensor, brought, plain, tag, tag_all
+from alchemi_shardtensor import (
+    BOTH,
+    EDGE,
+    NODES,
+    OWNED,
+    PADDED,
+    Routing,
+    Shard,
+    ShardTensor,
+    drop_ghosts,
+    keep_ghosts,
+    plain,
+    prefetch_ghosts,
+    tag,
+    tag_all_rows,
+)
 from alchemi_spec import OutputKind
 
-ROWS = ("positions", "atomic_numbers", "batch", "ids")
-"""The batch's fields of which each atom has a row, beside `per_atom` and `carried`."""
-FEW = 32
-"""Rows to spare beside a margin, for small numbers that change by as many."""
+SPARE_ROWS = 32
+"""Rows to spare besides a margin: small counts change by as many."""
 INSIDE, OUTSIDE = 0.9, 2.0
-"""How long dead edges are, in cutoffs: out of reach, where a model ignores what is."""
+"""How long padding edges are, in cutoffs. They are beyond the cutoff if the model ignores such edges."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """How many fit: owned rows, rows sent to and ghosts of each peer, edges listed and, if these are trimmed, edges shown."""
+    """How much fits: owned rows, rows sent to each peer, ghosts of each peer, and edges of each list.
+
+    `listed`: edges within the cutoff and the skin. `passed`: edges that the model is passed, of lists that are trimmed.
+    """
 
     owned: int
     send: tuple[int, ...]
     receive: tuple[int, ...]
     listed: Mapping[str, int]
-    shown: Mapping[str, int]
+    passed: Mapping[str, int]
 
     @classmethod
-    def needed(cls, data: Mapping[str, Tensor], shown: Mapping[str, int]) -> "Capacity":
-        """Just what `data` has, with one dead row, of which the model is to be `shown` so many edges."""
+    def needed(cls, data: Mapping[str, Tensor], passed: Mapping[str, int]) -> "Capacity":
+        """What `data` takes, with one padding row, if the model is `passed` so many edges of each trimmed list."""
         routing, start = routing_of(data), "edge_index"
         listed = {name.removeprefix(start): value.shape[1] for name, value in data.items() if name.startswith(start)}
-        return cls(routing.n_owned + 1, routing.send_splits, routing.recv_splits, listed, shown)
+        return cls(routing.n_owned + 1, routing.send_splits, routing.recv_splits, listed, passed)
 
-    def grown(self, margin: float) -> "Capacity":
-        """With room to spare: `margin` of all, and a few. Peers find the same number for what goes from one to the other."""
-        few = FEW * (margin > 0)
+    def with_margin(self, margin: float) -> "Capacity":
+        """Larger by the fraction `margin` and a few rows. Both peers compute the same number for rows sent between them."""
+        few = SPARE_ROWS * (margin > 0)
         owned = ceil(self.owned * (1 + margin)) + few
-        per_atom = owned / self.owned  # as atoms come, their edges do
+        growth = owned / self.owned  # edges grow with atoms
         peers = [tuple(ceil(n * (1 + 2 * margin)) + few * (n > 0) for n in rows) for rows in (self.send, self.receive)]
-        edges = [{k: ceil(n * per_atom) + 4 * few for k, n in lists.items()} for lists in (self.listed, self.shown)]
+        edges = [{k: ceil(n * growth) + 4 * few for k, n in lists.items()} for lists in (self.listed, self.passed)]
         return Capacity(owned, peers[0], peers[1], edges[0], edges[1])
 
-    def joined(self, other: "Capacity") -> "Capacity":
-        """What holds both."""
+    def maximum(self, other: "Capacity") -> "Capacity":
+        """The smallest capacity that holds both."""
         return Capacity(*(_larger(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
 
     def __str__(self) -> str:
-        edges = ", ".join(f"{self.shown.get(name, n)} of {n} edges{name}" for name, n in self.listed.items())
+        edges = ", ".join(f"{self.passed.get(name, n)} of {n} edges{name}" for name, n in self.listed.items())
         return f"{self.owned} owned rows, {sum(self.receive)} ghosts, {edges}"
 
 
@@ -66,121 +83,100 @@ def _larger(a: Any, b: Any) -> Any:
 
 
 def routing_of(data: Mapping[str, Tensor]) -> Routing:
-    """Who sends what, for prepared data."""
-    return cast(ShardTensor, data["positions"]).shard.routing
+    """The routing of prepared data."""
+    shard: Shard = cast(ShardTensor, data["positions"]).shard
+    return shard.routing
 
 
-class Room:
-    """One rank's tensors of fixed size. What is left over is dead: it changes neither values nor gradients.
+class StaticBuffers:
+    """Atom buffers at a capacity, with routing, ghosts and edges of fixed size. Padding changes no value and no gradient.
 
-    Owned rows beyond this rank's `n` atoms are dead atoms: of a system of their own, the last, in a box of its own, with
-    infinite masses and no velocities. What is sent to fill a message up is a dead atom's, and edges that fill a list up go from
-    a dead atom to its own image. `data`: what the model sees; `batch`: the batch's fields, dead rows and system included.
+    `atoms`: the rows, padding atoms included. A padding atom's row fills each message up; edges from a padding atom to its own
+    image fill each list up. `data`: what the model is passed; its tensors of owned rows and of systems are those of `atoms`.
+    Only `fill` writes what a step reads, but for what moves; see `AtomBuffers`.
     """
 
-    n: int
-
     def __init__(self, model: DistributedModel, capacity: Capacity, data: Mapping[str, Tensor], batch: ShardedBatch) -> None:
-        """For what was prepared of `batch`; `fill` puts it in."""
-        before, device = cast(ShardTensor, data["positions"]).shard, batch.comm.device
-        self.model, self.capacity = model, capacity
-        send = torch.zeros(sum(capacity.send), dtype=torch.long, device=device)
-        self.routing = replace(
-            before.routing,
-            n_owned=capacity.owned,
-            send=send,
-            send_splits=capacity.send,
-            recv_splits=capacity.receive,
-            idle=False,  # something may be read later
-        )
-        self.shard = Shard(before.spec, self.routing, before.n_systems + 1, before.table)
-        self.data = {name: self._seen(value) for name, value in data.items() if not name.startswith("edge_")}
-        self.data["nodes"] = tag_all(torch.arange(self._n_both, device=device), self.shard)
-        for name, n in capacity.listed.items():
-            self._show(self.data, name, torch.zeros(2, n, dtype=torch.long, device=device), batch.positions.new_zeros(n, 3))
-        self.batch = self._held(batch)
-        self.alive = torch.zeros(capacity.owned, dtype=torch.bool, device=device)
-        self.left = torch.zeros((), dtype=torch.float64, device=device)
-        self.systems = self._both(self.batch.batch)
-        self._ghosts = {name: self._both(value) for name, value in self._lasting().items()}
-        self._dead = {
-            name: (torch.zeros(2, n, dtype=torch.long, device=device), batch.positions.new_zeros(n, 3))
-            for name, n in capacity.shown.items()
-        }
+        """Allocate for the fields of `batch` and what was prepared of it, `data`; `fill` copies them in."""
+        self.model, self.capacity, device = model, capacity, batch.comm.device
+        self.atoms = AtomBuffers.padded(batch, capacity.owned, _padding(model, len(batch.cell)))
+        self.shard = self._make_shard(cast(ShardTensor, data["positions"]).shard)
+        self.data = self._make_data(data)
+        self.is_real = torch.zeros(capacity.owned, dtype=torch.bool, device=device)
+        self.spare_edges = torch.zeros((), dtype=torch.float64, device=device)
+        self.systems = self._with_ghost_rows(self.atoms.all_rows.batch)
+        self._ghosts = {name: self._with_ghost_rows(value) for name, value in self._constant_fields().items()}
+        self._padding_edges = {name: self._empty_edges(n) for name, n in capacity.passed.items()}
 
     @property
-    def _n_both(self) -> int:
+    def routing(self) -> Routing:
+        """Who sends which rows, padding included."""
+        return self.shard.routing
+
+    @property
+    def _n_rows(self) -> int:
+        """Owned and ghost rows."""
         return self.capacity.owned + self.routing.n_ghost
 
-    def _seen(self, value: Tensor) -> Tensor:
-        """What the model is to see instead of a per-system or per-atom `value`, with its tag."""
-        if not isinstance(value, ShardTensor):
-            return value.new_zeros(self.shard.n_systems, *value.shape[1:])
-        n = self._n_both if value.rows is PADDED else self.capacity.owned
-        return tag(plain(value).new_zeros(n, *value.shape[1:]), self.shard, value.rows, value.points_at, value.end)
+    def _make_shard(self, before: Shard) -> Shard:
+        routing = replace(
+            before.routing,
+            n_owned=self.capacity.owned,
+            send=before.routing.send.new_zeros(sum(self.capacity.send)),
+            send_splits=self.capacity.send,
+            recv_splits=self.capacity.receive,
+            no_ghosts=False,  # a later list may have ghosts
+        )
+        return Shard(before.spec, routing, before.n_systems + 1, before.table)
 
-    def _show(self, data: dict[str, Tensor], name: str, edge_index: Tensor, shifts: Tensor) -> None:
+    def _make_data(self, prepared: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors for all that was `prepared`, with the same tags."""
+        rows = self.atoms.all_rows
+        data: dict[str, Tensor] = {"cell": rows.cell, "pbc": rows.pbc, **rows.per_system}
+        owned = {"positions": rows.positions, "atomic_numbers": rows.atomic_numbers, "batch": rows.batch, **rows.per_atom}
+        for name, value in owned.items():
+            like = cast(ShardTensor, prepared[name])
+            held = value if like.rows is OWNED else self._with_ghost_rows(plain(like))
+            data[name] = tag(held, self.shard, like.rows, like.points_at, like.end)
+        data["nodes"] = tag_all_rows(torch.arange(self._n_rows, device=rows.ids.device), self.shard)
+        for name, n in self.capacity.listed.items():
+            self._set_edges(data, name, *self._empty_edges(n))
+        return data
+
+    def _with_ghost_rows(self, owned: Tensor) -> Tensor:
+        """Empty [owned | ghost] rows."""
+        return owned.new_zeros(self._n_rows, *owned.shape[1:])
+
+    def _empty_edges(self, n: int) -> tuple[Tensor, Tensor]:
+        rows = self.atoms.all_rows
+        return rows.ids.new_zeros(2, n), rows.positions.new_zeros(n, 3)
+
+    def _set_edges(self, data: dict[str, Tensor], name: str, edge_index: Tensor, shifts: Tensor) -> None:
         data[f"edge_index{name}"] = tag(edge_index, self.shard, None, NODES, BOTH)
         data[f"edge_shifts{name}"] = tag(shifts, self.shard, EDGE)
 
-    def _edges(self, data: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-        return plain(data[f"edge_index{name}"]), plain(data[f"edge_shifts{name}"])
-
-    def _held(self, batch: ShardedBatch) -> ShardedBatch:
-        """The batch's fields with dead rows: the model's very tensors where it sees owned rows."""
-
-        def rows(value: Tensor) -> Tensor:
-            return value.new_zeros(self.capacity.owned, *value.shape[1:])
-
-        def seen(name: str, value: Tensor) -> Tensor:
-            owned = name in self.data and cast(ShardTensor, self.data[name]).rows is OWNED
-            return plain(self.data[name]) if owned else rows(value)
-
-        held: dict[str, Any] = {name: seen(name, getattr(batch, name)) for name in ROWS}
-        held["per_atom"] = {name: seen(name, value) for name, value in batch.per_atom.items()}
-        held["carried"] = {name: rows(value) for name, value in batch.carried.items()}
-        per_system = {name: self.data[name] for name in batch.per_system}
-        return replace(batch, **held, per_system=per_system, cell=self.data["cell"], pbc=self.data["pbc"])
-
-    def _both(self, owned: Tensor) -> Tensor:
-        """Empty [owned | ghost] rows."""
-        return plain(owned).new_zeros(self._n_both, *owned.shape[1:])
-
-    def _lasting(self) -> dict[str, Tensor]:
-        """What models see of owned atoms that steps do not change, and that they may read of ghosts."""
+    def _constant_fields(self) -> dict[str, Tensor]:
+        """The model's fields of owned rows that do not change in a step. The model may read them of ghosts."""
         owned = {name: value for name, value in self.data.items() if getattr(value, "rows", None) is OWNED}
         return {name: value for name, value in owned.items() if name != "positions"}
 
     @torch.no_grad()
-    def fill(self, data: Mapping[str, Tensor], batch: ShardedBatch) -> ShardedBatch:
-        """Put in what was prepared anew of `batch`, and return it on the rows that are alive. Every rank must call it."""
-        self.n = len(batch.ids)
-        self.alive.copy_(torch.arange(self.capacity.owned, device=self.alive.device) < self.n)
-        places = self._fill_routing(routing_of(data))
-        for name in ROWS:
-            self._fill_rows(name, getattr(self.batch, name), getattr(batch, name))
-        for level in ("per_atom", "carried"):
-            for name, value in getattr(batch, level).items():
-                self._fill_rows(name, getattr(self.batch, level)[name], value)
-        self._fill_systems({"cell": batch.cell, "pbc": batch.pbc, **batch.per_system})
+    def fill(self, data: Mapping[str, Tensor], batch: ShardedBatch) -> None:
+        """Copy in `batch` and what was prepared of it, `data`. Every rank must call it."""
+        self.atoms.fill(batch)
+        self.is_real.copy_(torch.arange(self.capacity.owned, device=self.is_real.device) < self.atoms.n_real)
+        rows = self._fill_routing(routing_of(data))
+        padding = cast(Padding, self.atoms.padding)
         for name, value in data.items():
             if getattr(value, "rows", None) is PADDED and name != "nodes":
-                plain(self.data[name]).fill_(self._dead_value(name))[places] = plain(value)
+                plain(self.data[name]).fill_(padding.value(name))[rows] = plain(value)
         for name in self.capacity.listed:
-            self._fill_edges(name, places, *self._edges(data, name))
+            self._fill_edges(name, rows, *_edges(data, name))
         self._fill_ghosts()
-        self.left.fill_(torch.inf)
-        return self.living(batch)
-
-    def living(self, batch: ShardedBatch) -> ShardedBatch:
-        """`batch` on those rows of this room that are alive."""
-        rows: dict[str, Any] = {name: getattr(self.batch, name)[: self.n] for name in ROWS}
-        rows |= {k: {n: v[: self.n] for n, v in getattr(self.batch, k).items()} for k in ("per_atom", "carried")}
-        rows["per_system"] = {name: value[:-1] for name, value in self.batch.per_system.items()}
-        return replace(batch, **rows, cell=self.batch.cell[:-1], pbc=self.batch.pbc[:-1])
+        self.spare_edges.fill_(torch.inf)
 
     def _fill_routing(self, routing: Routing) -> Tensor:
-        """What is sent; and where the [owned | ghost] rows of `routing` stand here."""
+        """Fill in what is sent -> the rows here (n_owned + n_ghost,) of the [owned | ghost] rows of `routing`."""
         parts = routing.send.split(list(routing.send_splits))
         filled = [
             F.pad(p, (0, n - len(p)), value=self.capacity.owned - 1) for p, n in zip(parts, self.capacity.send, strict=True)
@@ -190,90 +186,75 @@ class Room:
         ghosts = [torch.arange(at, at + n) for at, n in zip(starts, routing.recv_splits, strict=False)]
         return torch.cat([torch.arange(routing.n_owned), *ghosts]).to(routing.send.device)
 
-    def _fill_rows(self, name: str, into: Tensor, value: Tensor) -> None:
-        into[: self.n] = value
-        into[self.n :] = self._dead_value(name)
+    def _fill_edges(self, name: str, rows: Tensor, edge_index: Tensor, shifts: Tensor) -> None:
+        n, (index, shift) = edge_index.shape[1], _edges(self.data, name)
+        index[:, :n], shift[:n] = rows[edge_index], shifts
+        self._fill_padding_edges(index[:, n:], shift[n:])
+        if name in self._padding_edges:
+            self._fill_padding_edges(*self._padding_edges[name])
 
-    def _dead_value(self, name: str) -> float:
-        known = self.model.contract.elements
-        values = {"atomic_numbers": min(known) if known else 1, "batch": self.shard.n_systems - 1, "masses": torch.inf}
-        return values.get(name, 0)
-
-    def _fill_systems(self, values: Mapping[str, Tensor]) -> None:
-        """The dead system's fields are the last one's, but for its box."""
-        for name, value in values.items():
-            self.data[name].copy_(torch.cat([value, value[-1:]]))
-        self.data["pbc"][-1] = False  # so that it has no stress
-        wide = OUTSIDE if self.model.spec.ignores_longer_edges else INSIDE
-        self.data["cell"][-1].zero_().fill_diagonal_(wide * max(cutoffs(self.model.model).values()))
-
-    def _fill_edges(self, name: str, places: Tensor, edge_index: Tensor, shifts: Tensor) -> None:
-        n, (index, shift) = edge_index.shape[1], self._edges(self.data, name)
-        index[:, :n], shift[:n] = places[edge_index], shifts
-        self._bury(index[:, n:], shift[n:])
-        if name in self._dead:
-            self._bury(*self._dead[name])
-
-    def _bury(self, edge_index: Tensor, shifts: Tensor) -> None:
-        """Edges of dead atoms, to each about as many, in the order of receivers."""
-        n, dead = edge_index.shape[1], self.capacity.owned - self.n
-        edge_index.copy_(self.n + torch.arange(n, device=edge_index.device) * dead // max(n, 1))
+    def _fill_padding_edges(self, edge_index: Tensor, shifts: Tensor) -> None:
+        """Edges from padding atoms to their own images: about as many for each, sorted by receiver."""
+        n, n_real = edge_index.shape[1], self.atoms.n_real
+        padding_atoms = self.capacity.owned - n_real
+        edge_index.copy_(n_real + torch.arange(n, device=edge_index.device) * padding_atoms // max(n, 1))
         shifts.zero_()[:, 0] = 1
 
     def _fill_ghosts(self) -> None:
-        """What of ghosts lasts, in one message, where reading it through an index looks for it."""
-        lasting = self._lasting()
-        owned = [self.batch.batch, *map(plain, lasting.values())]
-        still = self.routing.is_still
-        ghosts = [t[:0] for t in owned] if still else self.routing.exchange_all(*owned)
+        """Fetch the ghosts' rows of all constant fields in one message, and keep them where a gather looks for them."""
+        constant = self._constant_fields()
+        owned = [self.atoms.all_rows.batch, *map(plain, constant.values())]
+        ghosts = [t[:0] for t in owned] if self.routing.no_exchange else self.routing.exchange_all(*owned)
         for both, mine, more in zip([self.systems, *self._ghosts.values()], owned, ghosts, strict=True):
             both.copy_(torch.cat([mine, more]))
-        for name, value in lasting.items():
-            value.__dict__["padded"] = ((self.routing, value._version, value.data_ptr(), None), self._ghosts[name])
+        for name, value in constant.items():
+            keep_ghosts(self.shard, value, self._ghosts[name])
 
     @property
-    def trims(self) -> bool:
-        """The model is shown another list at each step."""
-        return bool(self._dead)
+    def trims_edges(self) -> bool:
+        """Each step passes the model a new, trimmed list."""
+        return bool(self._padding_edges)
 
-    def forget(self) -> None:
-        """What was read of ghosts at other positions: a replay changes them without a trace."""
-        self.data["positions"].__dict__.pop("padded", None)
-        self.shard.seen.pop("brought", None)
+    def drop_ghosts(self) -> None:
+        """Drop the ghost rows that were fetched at other positions. A graph's replay moves atoms without raising a version."""
+        drop_ghosts(self.shard, self.data["positions"])
 
-    def shown(self) -> Mapping[str, Tensor]:
-        """What the model is to see: of the edges, those that are no longer than its cutoff now. No host synchronisation."""
-        if not self.trims:
+    def trim_edges(self) -> Mapping[str, Tensor]:
+        """`data`, but with only those edges that are within the model's cutoff now. No host synchronisation."""
+        if not self.trims_edges:
             return self.data
         points, data = plain(self.data["positions"]), dict(self.data)
-        points = points if self.shard.storage.padded else brought(self.shard, points)[0]
+        points = points if self.shard.storage.padded else prefetch_ghosts(self.shard, points)[0]
         for name, cutoff in cutoffs(self.model.model).items():
-            edge_index, shifts = self._edges(self.data, name)
-            near = lengths(edge_index, shifts, points, self.systems, self.batch.cell) <= cutoff
-            near &= self.systems[edge_index[1]] < self.shard.n_systems - 1
-            self._show(data, name, *self._chosen(near, edge_index, shifts, *self._dead[name]))
+            edge_index, shifts = _edges(self.data, name)
+            within = lengths(edge_index, shifts, points, self.systems, self.atoms.all_rows.cell) <= cutoff
+            within &= self.systems[edge_index[1]] < self.shard.n_systems - 1
+            self._set_edges(data, name, *self._select_edges(within, edge_index, shifts, *self._padding_edges[name]))
         return data
 
-    def _chosen(self, near: Tensor, edge_index: Tensor, shifts: Tensor, dead: Tensor, still: Tensor) -> tuple[Tensor, Tensor]:
-        """The edges that are near, in their order, then dead ones. `left` remembers the least room that there has been."""
-        count, room = near.cumsum(0), dead.shape[1]
-        self.left.copy_(torch.minimum(self.left, (room - count[-1]).double()))
-        slots = torch.arange(1, room + 1, device=near.device)
-        place = torch.searchsorted(count, slots).clamp(max=len(near) - 1)
+    def _select_edges(
+        self, within: Tensor, edge_index: Tensor, shifts: Tensor, padding_index: Tensor, padding_shifts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The edges that are `within` the cutoff, in their order, then padding edges. `spare_edges` keeps its minimum."""
+        count, capacity = within.cumsum(0), padding_index.shape[1]
+        self.spare_edges.copy_(torch.minimum(self.spare_edges, (capacity - count[-1]).double()))
+        slots = torch.arange(1, capacity + 1, device=within.device)
+        source = torch.searchsorted(count, slots).clamp(max=len(within) - 1)
         taken = slots <= count[-1]
-        return torch.where(taken, edge_index[:, place], dead), torch.where(taken[:, None], shifts[place], still)
+        index = torch.where(taken, edge_index[:, source], padding_index)
+        return index, torch.where(taken[:, None], shifts[source], padding_shifts)
 
-    def whole(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Outputs without the dead system's rows, and zero in dead atoms'."""
+    def mask_padding(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs with zeros in padding atoms' rows, and without the padding system's row."""
 
         def zeroed(rows: Tensor) -> Tensor:
-            return torch.where(self.alive.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
+            return torch.where(self.is_real.view(-1, *[1] * (rows.ndim - 1)), rows, 0)
 
         return self._by_kind(results, zeroed, lambda rows: rows[:-1])
 
-    def living_rows(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of whole outputs, of the atoms that are alive."""
-        return self._by_kind(results, lambda rows: rows[: self.n].clone(), torch.clone)
+    def real_rows(self, results: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies of masked outputs, without padding atoms' rows."""
+        return self._by_kind(results, lambda rows: rows[: self.atoms.n_real].clone(), torch.clone)
 
     def _by_kind(
         self, results: Mapping[str, Tensor], of_atoms: Callable[[Tensor], Tensor], of_systems: Callable[[Tensor], Tensor]
@@ -283,11 +264,17 @@ class Room:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What a step reads that is filled anew."""
-        held = [self.routing.send, self.alive, self.left, self.systems, self.batch.positions]
-        return [
-            *held,
-            *map(plain, self.data.values()),
-            *self._ghosts.values(),
-            *(t for pair in self._dead.values() for t in pair),
-        ]
+        """All that a step reads and `fill` or an integrator writes: the inputs of a compiled step."""
+        held = [self.routing.send, self.is_real, self.spare_edges, self.systems, self.atoms.all_rows.positions]
+        padding_edges = [t for pair in self._padding_edges.values() for t in pair]
+        return [*held, *map(plain, self.data.values()), *self._ghosts.values(), *padding_edges]
+
+
+def _padding(model: DistributedModel, n_systems: int) -> Padding:
+    known = model.contract.elements
+    length = (OUTSIDE if model.spec.ignores_longer_edges else INSIDE) * max(cutoffs(model.model).values())
+    return Padding(n_systems, length, min(known) if known else 1)
+
+
+def _edges(data: Mapping[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    return plain(data[f"edge_index{name}"]), plain(data[f"edge_shifts{name}"])

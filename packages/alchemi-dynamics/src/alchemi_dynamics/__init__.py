@@ -1,7 +1,7 @@
-"""Molecular dynamics and relaxation on any number of ranks: what moves, and the ensembles that move it."""
+"""Molecular dynamics and relaxation on any number of ranks."""
 
 from alchemi_dynamics.checkpoint import Checkpoint, load_checkpoint
-from alchemi_dynamics.fire import FIRE, Pace
+from alchemi_dynamics.fire import FIRE, FIREParameters
 from alchemi_dynamics.integrator import Integrator
 from alchemi_dynamics.langevin import Langevin
 from alchemi_dynamics.noise import normal
@@ -20,11 +20,11 @@ __all__ = [
     "NPT",
     "NVE",
     "Checkpoint",
+    "FIREParameters",
     "Hook",
     "Integrator",
     "Langevin",
     "NoseHooverChain",
-    "Pace",
     "Report",
     "Simulation",
     "State",

@@ -1,4 +1,4 @@
-"""Jobs that a thread does while the step goes on."""
+"""Tasks that run in another thread while the simulation continues."""
 
 import queue
 import threading
@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-Job = Callable[[], None]
+Task = Callable[[], None]
 
 
 @dataclass
-class _Desk:
-    jobs: "queue.Queue[Job | None]"
+class _WriterQueue:
+    """The queue and its thread, which do not refer to `Background`, so that it can be garbage-collected."""
+
+    tasks: "queue.Queue[Task | None]"
     done: int = 0
     error: Exception | None = None
     thread: threading.Thread = field(init=False)
@@ -21,44 +23,44 @@ class _Desk:
         self.thread.start()
 
     def work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (task := self.tasks.get()) is not None:
             try:
                 if self.error is None:
-                    job()
+                    task()
                     self.done += 1
             except Exception as error:
                 self.error = error
 
     def finish(self) -> None:
-        self.jobs.put(None)
+        self.tasks.put(None)
         self.thread.join()
 
 
 class Background:
-    """A thread that does jobs one after another, in the order they are given; at most `waiting` of them wait.
+    """A thread that runs tasks one after another, in the order of `put`. At most `waiting` of them are queued.
 
-    The first error is kept, and jobs after it are dropped: nobody waits for a thread that has given up. Jobs that wait when
-    the program ends, or when this is forgotten, are still done.
+    After a first error, which is kept, later tasks are dropped. Tasks that are queued when the program ends, or when this
+    object is garbage-collected, are still run.
     """
 
     def __init__(self, waiting: int = 2) -> None:
-        self._desk = _Desk(queue.Queue(waiting))
-        self._end = weakref.finalize(self, self._desk.finish)
+        self._queue = _WriterQueue(queue.Queue(waiting))
+        self._end = weakref.finalize(self, self._queue.finish)
 
     @property
     def error(self) -> Exception | None:
-        """What went wrong so far."""
-        return self._desk.error
+        """The first error, or None."""
+        return self._queue.error
 
     @property
     def done(self) -> int:
-        """How many jobs have been done."""
-        return self._desk.done
+        """Number of tasks that have finished without an error."""
+        return self._queue.done
 
-    def put(self, job: Job) -> None:
-        """Do this next; waits while too many wait already."""
-        self._desk.jobs.put(job)
+    def put(self, task: Task) -> None:
+        """Queue a task. Blocks while the queue is full."""
+        self._queue.tasks.put(task)
 
     def finish(self) -> None:
-        """Wait until all is done; no more jobs afterwards."""
+        """Wait until all tasks are done. No task can be put afterwards."""
         self._end()

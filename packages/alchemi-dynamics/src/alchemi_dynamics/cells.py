@@ -1,4 +1,4 @@
-"""What a relaxation moves beside the atoms: nothing, or the cell."""
+"""Coordinates in which a relaxation moves: those of the atoms, with or without the cell."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -19,58 +19,58 @@ from alchemi_dynamics.state import State
 
 
 class Coordinates(Protocol):
-    """Atoms (n, 3) and three more rows for each system (B, 3, 3), in which an optimizer takes its steps, both in Å."""
+    """Coordinates of an optimizer, in Å: atoms (n, 3), and three more rows for each system's cell (B, 3, 3)."""
 
     def start(self, state: State) -> None:
-        """Once, before the first step."""
+        """Prepare for the first step."""
 
     def forces(self, state: State) -> tuple[Tensor, Tensor]:
-        """Of atoms (n, 3) and cells (B, 3, 3), eV/Å."""
+        """Forces on atoms (n, 3) and cells (B, 3, 3), in eV/Å."""
 
     def move(self, state: State, atoms: Tensor, cells: Tensor, moving: Tensor) -> None:
-        """By steps (n, 3) and (B, 3, 3) Å, in the systems that are `moving` (B,); in the others the steps are zero."""
+        """Move by steps (n, 3) and (B, 3, 3) Å. Steps are zero in systems that are not `moving` (B,)."""
 
     def energy(self, state: State) -> Tensor:
-        """(B,) eV, whose gradient the forces are."""
+        """The energy (B,) eV of which the forces are the negative gradient."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """For checkpoints."""
+        """Tensors for a checkpoint."""
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """What `state_dict` gave."""
+        """Restore what `state_dict` returned."""
 
 
 class FixedCell:
-    """The atoms' positions themselves; the other rows stay zero."""
+    """The positions of the atoms. The cell's rows stay zero."""
 
     def start(self, state: State) -> None:
-        """There is nothing to prepare."""
+        """Nothing has to be prepared."""
 
     def forces(self, state: State) -> tuple[Tensor, Tensor]:
-        """The forces, and none on the cells."""
+        """Forces on the atoms, and zeros for the cells."""
         return state.forces, torch.zeros_like(state.cell)
 
     def move(self, state: State, atoms: Tensor, cells: Tensor, moving: Tensor) -> None:  # noqa: ARG002
-        """By steps (n, 3) Å."""
+        """Move the atoms by steps (n, 3) Å."""
         state.positions += atoms
 
     def energy(self, state: State) -> Tensor:
-        """(B,) eV."""
+        """The potential energy (B,) eV."""
         return state.energy
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing."""
+        """No tensors."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Nothing."""
+        """Nothing has to be restored."""
 
 
 class FrechetCell:
-    """Positions in the undeformed cell, and N log F of the deformation F, as ASE's FrechetCellFilter (Tadmor et al., Phys.
-    Rev. B 59 (1999) 235, with the exponential map); cell = reference @ F^T.
+    """Positions in the undeformed cell, and N log F of the deformation F, with cell = reference @ F^T.
 
-    `shape`: "isotropic" or "full". `pressure` from outside in eV/Å^3, compression positive, a number or (B,).
+    They are those of ASE's FrechetCellFilter (Tadmor et al., Phys. Rev. B 59 (1999) 235, with the exponential map).
+    `shape`: "isotropic" or "full". `pressure`: external pressure in eV/Å^3, compression positive, a number or (B,).
     """
 
     reference: Tensor
@@ -78,28 +78,28 @@ class FrechetCell:
     logarithm: Tensor
     """(B, 3, 3), log F."""
     atoms: Tensor
-    """(B,), their number N, which brings the cell's forces to the size of the atoms'."""
+    """(B,), the number N of atoms, which scales forces on the cell to the size of those on atoms."""
 
     def __init__(self, shape: str, pressure: float | Tensor) -> None:
         self.pressure = PerSystem("pressure", pressure, "eV/Å^3")
         self.allowed = isotropic if shape == "isotropic" else symmetric
 
     def start(self, state: State) -> None:
-        """No deformation yet."""
+        """Take the present cell as the reference."""
         require_volume(state, "A relaxation of the cell")
         self.reference, self.logarithm = state.cell.clone(), torch.zeros_like(state.cell)
         self.atoms = state.total(torch.ones_like(state.masses)).clamp(min=1)
 
     def forces(self, state: State) -> tuple[Tensor, Tensor]:
-        """Those on atoms times F, and the gradient of the enthalpy in log F, over N."""
+        """Forces on atoms times F, and the negative gradient of the enthalpy in log F, divided by N."""
         assert state.stress is not None
-        pull = self.allowed(state.stress) + on_diagonal(self.pressure.on(state))
-        along = -state.volume()[:, None, None] * pull @ exponential(-self.logarithm).mT
-        cells = derivative_of_exponential(self.logarithm.mT, along) / self.atoms[:, None, None]
+        excess = self.allowed(state.stress) + on_diagonal(self.pressure.on(state))
+        gradient = -state.volume()[:, None, None] * excess @ exponential(-self.logarithm).mT
+        cells = derivative_of_exponential(self.logarithm.mT, gradient) / self.atoms[:, None, None]
         return rows_times(state.forces, exponential(self.logarithm)[state.batch]), cells
 
     def move(self, state: State, atoms: Tensor, cells: Tensor, moving: Tensor) -> None:
-        """By steps (n, 3) and (B, 3, 3) Å. What stands still is not rounded either."""
+        """Move by steps (n, 3) and (B, 3, 3) Å. Systems that are not `moving` keep their values to the last bit."""
         undeformed = rows_times(state.positions, exponential(-self.logarithm).mT[state.batch])
         self.logarithm += cells / self.atoms[:, None, None]
         deformation = exponential(self.logarithm).mT
@@ -112,15 +112,15 @@ class FrechetCell:
         return state.energy + self.pressure.on(state) * state.volume()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Reference, deformation and number of atoms."""
+        """Reference cell, deformation and number of atoms."""
         return {name: getattr(self, name).clone() for name in ("reference", "logarithm", "atoms")}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """What `state_dict` gave, on the state's device."""
+        """Restore what `state_dict` returned, on the state's device."""
         restore(self, {name: saved[name] for name in ("reference", "logarithm", "atoms")})
 
 
 def coordinates(cell: str | None, pressure: float | Tensor) -> Coordinates:
-    """What `cell` names: None, "isotropic" or "full"."""
+    """Coordinates for a `cell` that is fixed (None), or relaxed ("isotropic" or "full")."""
     one_of("cell", cell, (None, "isotropic", "full"))
     return FixedCell() if cell is None else FrechetCell(cell, pressure)

@@ -1,4 +1,4 @@
-"""A chain of thermostats on the kinetic energy of something, one chain for each system."""
+"""Nosé-Hoover chains that act on the kinetic energy of atoms or of a cell."""
 
 from collections.abc import Mapping
 
@@ -9,12 +9,12 @@ from alchemi_dynamics.parameters import at_least_one, positive, restore
 
 
 class Chain:
-    """M Nosé-Hoover thermostats in a row for each of B systems (Martyna et al., Mol. Phys. 87 (1996) 1117, eqs. 29-37).
+    """A chain of M thermostats for each of B systems (Martyna et al., Mol. Phys. 87 (1996) 1117, eqs. 29-37).
 
     `damping` τ in fs gives their masses: f kT τ^2 for the first, which acts on f degrees of freedom, kT τ^2 for the others.
-    `loops` equal steps, each of second order as the whole; the fourth-order weights of Yoshida, one of them negative, would
-    blow up where many atoms are far from the temperature (1e8 atoms at twice of it; 1e5 at ten times).
-    `positions` (M, B) are without a unit, `rates` (M, B) are their velocities in 1/fs.
+    A time step is divided into `loops` equal steps of second order. Yoshida's fourth-order weights, one of which is negative,
+    diverge where many atoms are far from the temperature (1e8 atoms at twice the temperature, 1e5 atoms at ten times).
+    `positions` (M, B) have no unit; `rates` (M, B) are their velocities in 1/fs.
     """
 
     positions: Tensor
@@ -26,52 +26,55 @@ class Chain:
         self.loops = at_least_one("loops", loops)
 
     def start(self, like: Tensor) -> None:
-        """At rest, for systems as in `like` (B,)."""
+        """Start at rest, for as many systems as in `like` (B,)."""
         self.positions = like.new_zeros(self.length, len(like))
         self.rates = torch.zeros_like(self.positions)
 
-    def advance(self, warmth: Tensor, freedom: Tensor | float, time: float) -> Tensor:
-        """Over `time` fs -> the factor (B,) for the velocities. `warmth` (B,): twice their kinetic energy over f kT."""
-        scale = torch.ones_like(warmth)
+    def advance(self, temperature_ratio: Tensor, freedom: Tensor | float, time: float) -> Tensor:
+        """Advance by `time` fs and return the factor (B,) for the velocities.
+
+        `temperature_ratio` (B,): T / T0, which is twice the kinetic energy over f kT0.
+        """
+        scale = torch.ones_like(temperature_ratio)
         for _ in range(self.loops):
-            factor = self._substep(warmth, freedom, time / self.loops)
-            warmth, scale = warmth * factor.square(), scale * factor
+            factor = self._substep(temperature_ratio, freedom, time / self.loops)
+            temperature_ratio, scale = temperature_ratio * factor.square(), scale * factor
         return scale
 
-    def _substep(self, warmth: Tensor, freedom: Tensor | float, time: float) -> Tensor:
+    def _substep(self, temperature_ratio: Tensor, freedom: Tensor | float, time: float) -> Tensor:
         for j in reversed(range(self.length)):
-            self._kick(j, warmth, freedom, time / 2)
+            self._kick(j, temperature_ratio, freedom, time / 2)
         self.positions += time * self.rates
         factor = torch.exp(-time * self.rates[0])
-        warmth = warmth * factor.square()
+        temperature_ratio = temperature_ratio * factor.square()
         for j in range(self.length):
-            self._kick(j, warmth, freedom, time / 2)
+            self._kick(j, temperature_ratio, freedom, time / 2)
         return factor
 
-    def _kick(self, j: int, warmth: Tensor, freedom: Tensor | float, time: float) -> None:
-        """Thermostat j feels the one before it and is damped by the one after it."""
-        force = self._force(j, warmth, freedom)
+    def _kick(self, j: int, temperature_ratio: Tensor, freedom: Tensor | float, time: float) -> None:
+        """Kick thermostat j by the one before it, and damp it by the one after it."""
+        force = self._force(j, temperature_ratio, freedom)
         if j + 1 == self.length:
             self.rates[j] += time * force
         else:
             drag = torch.exp(-0.5 * time * self.rates[j + 1])
             self.rates[j] = (self.rates[j] * drag + time * force) * drag
 
-    def _force(self, j: int, warmth: Tensor, freedom: Tensor | float) -> Tensor:
-        """(B,) 1/fs^2."""
+    def _force(self, j: int, temperature_ratio: Tensor, freedom: Tensor | float) -> Tensor:
+        """The acceleration (B,) of thermostat j, in 1/fs^2."""
         if j == 0:
-            return (warmth - 1) / self.damping**2
+            return (temperature_ratio - 1) / self.damping**2
         return self.rates[j - 1].square() * (freedom if j == 1 else 1.0) - 1 / self.damping**2
 
     def energy(self, freedom: Tensor | float, kT: Tensor) -> Tensor:
-        """What it holds (B,) eV."""
+        """The energy (B,) eV of the thermostats."""
         stored = self.positions + 0.5 * (self.damping * self.rates).square()
         return kT * (freedom * stored[0] + stored[1:].sum(0))
 
     def state_dict(self, name: str) -> dict[str, Tensor]:
-        """Positions and rates, under `name`."""
+        """Positions and rates, with `name` in their keys."""
         return {f"{name}_positions": self.positions.clone(), f"{name}_rates": self.rates.clone()}
 
     def load_state_dict(self, name: str, saved: Mapping[str, Tensor]) -> None:
-        """What `state_dict` gave."""
+        """Restore what `state_dict` returned."""
         restore(self, {part: saved[f"{name}_{part}"] for part in ("positions", "rates")})

@@ -13,15 +13,15 @@ from alchemi_dynamics.state import AMU_A2_PER_FS2, BOLTZMANN, State
 class Langevin:
     """BAOAB (Leimkuhler & Matthews, Appl. Math. Res. Express 2013, 34): `timestep` fs, `temperature` K, `friction` 1/fs.
 
-    The noise belongs to (seed, step, atom id), so the trajectory does not depend on the number of ranks. Friction and noise act
-    on every atom by itself: the centre of mass is a Brownian particle like the others, and 3N degrees of freedom hold kinetic
-    energy. One reduction in a step, for the heat. `temperature` is a number, or one for each system (B,).
+    The noise is a function of seed, step and atom id, so the trajectory does not depend on the number of ranks. Friction and
+    noise act on every atom separately, so the centre of mass moves and there are 3N degrees of freedom. A step has one
+    reduction, for the heat. `temperature` is a number, or one for each system (B,).
     """
 
     outputs: tuple[str, ...] = ("energy", "forces")
     conserves_momentum = False
     heat: Tensor
-    """(B,) eV that the bath has given since the start."""
+    """(B,) eV that the thermostat has added since the start."""
 
     def __init__(self, timestep: float, temperature: float | Tensor, friction: float = 0.01, seed: int = 0) -> None:
         self.timestep = positive("timestep", timestep, "fs", 1.0)
@@ -30,22 +30,22 @@ class Langevin:
         self.seed = seed
 
     def start(self, state: State) -> None:
-        """No heat has flowed."""
+        """Start with no heat exchanged."""
         self.heat = state.energy.new_zeros(len(state.cell))
 
     def first_half(self, state: State) -> None:
-        """B: half a kick, A: half a drift, O: friction and noise, A."""
+        """Half a kick (B), half a drift (A), friction and noise (O), half a drift (A)."""
         state.velocities += 0.5 * self.timestep * state.acceleration()
         state.positions += 0.5 * self.timestep * state.velocities
         self._exchange_heat(state)
         state.positions += 0.5 * self.timestep * state.velocities
 
     def second_half(self, state: State) -> None:
-        """B."""
+        """Half a kick (B)."""
         state.velocities += 0.5 * self.timestep * state.acceleration()
 
     def _exchange_heat(self, state: State) -> None:
-        """The exact solution of dv = -γ v dt + noise over one step, and the heat that it brings."""
+        """Solve dv = -γ v dt + noise exactly over one step, and count the heat that it adds."""
         keep = math.exp(-self.friction * self.timestep)
         inertia = AMU_A2_PER_FS2 * state.masses
         spread = (BOLTZMANN * (1 - keep**2) * self.temperature.on(state)[state.batch] / inertia).sqrt()
@@ -54,13 +54,13 @@ class Langevin:
         self.heat += state.total(0.5 * inertia * (state.velocities.square().sum(-1) - before))
 
     def conserved(self, state: State) -> Tensor:
-        """The total energy less the heat taken from the bath (B,) eV: the work that a finite step does on the shadow."""
+        """The total energy minus the heat from the thermostat (B,) eV. Its change is the error of a finite time step."""
         return state.energy + state.kinetic_energy() - self.heat
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The heat; the noise has no memory."""
+        """The heat. The noise has no state."""
         return {"heat": self.heat.clone()}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """What `state_dict` gave, on the state's device."""
+        """Restore what `state_dict` returned, on the state's device."""
         restore(self, saved)

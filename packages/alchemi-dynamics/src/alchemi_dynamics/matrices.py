@@ -1,11 +1,14 @@
-"""Functions of small matrices, one for each system, that never wait for the device: torch.linalg's exp and eigh do."""
+"""Functions of small matrices, one for each system, without host synchronisation, unlike torch.linalg's exp and eigh."""
 
 import torch
 from torch import Tensor
 
 
 def exponential(a: Tensor) -> Tensor:
-    """The exponential (B, k, k), to round-off for norms up to 2: a Taylor series of order 16, scaled by 4 and squared twice."""
+    """The exponential (B, k, k), to round-off for norms up to 2.
+
+    A Taylor series of order 16 of a / 4, squared twice.
+    """
     one = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
     scaled, result = a / 4, one
     for k in range(16, 0, -1):

@@ -1,4 +1,4 @@
-"""Random numbers that belong to an atom and a step, not to a rank: a counter-based generator, in plain torch."""
+"""Random numbers that are a function of atom and step, not of rank: a counter-based generator, in plain torch."""
 
 import math
 
@@ -9,10 +9,10 @@ WORD = 0xFFFFFFFF
 
 
 def normal(seed: int, step: int | Tensor, ids: Tensor, columns: int = 3, stream: int = 0) -> Tensor:
-    """Standard normal numbers (n, columns) float64 for atoms `ids` (n,): a function of these arguments and of nothing else.
+    """Standard normal numbers (n, columns) float64 for atoms `ids` (n,), a function of these arguments alone.
 
     An atom's numbers at a step are the same on any number of ranks, in any order and on any device (up to libm's round-off).
-    `stream` < 256 keeps uses apart, `columns` <= 512, `step` < 2**48. Box-Muller on 53-bit uniforms.
+    Uses with different `stream` < 256 are independent. `columns` <= 512, `step` < 2**48. Box-Muller on 53-bit uniforms.
     """
     block = torch.arange((columns + 1) // 2, device=ids.device)
     low, high = (ids & WORD)[:, None] + 0 * block, (ids >> 32)[:, None] + 0 * block
@@ -24,7 +24,7 @@ def normal(seed: int, step: int | Tensor, ids: Tensor, columns: int = 3, stream:
 
 
 def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words, in int64 tensors, -> four random words: Philox4x32-10 of Salmon et al., SC'11 (2011) 16."""
+    """Turn four 32-bit words, in int64 tensors, into four random words: Philox4x32-10 of Salmon et al., SC'11 (2011) 16."""
     a, b, c, d = counter
     for i in range(10):
         high0, low0 = _multiply(a, 0xD2511F53)
@@ -35,11 +35,11 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int])
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The high and the low 32 bits of a product that wraps around in int64 without losing a bit."""
+    """The high and the low 32 bits of a product. int64 wraps around, but keeps all 64 bits."""
     product = word * factor
     return (product >> 32) & WORD, product & WORD
 
 
 def _uniform(high: Tensor, low: Tensor) -> Tensor:
-    """Two words -> a multiple of 2**-53 in [0, 1)."""
+    """Turn two words into a multiple of 2**-53 in [0, 1)."""
     return ((high << 21) | (low >> 11)).to(torch.float64) * 2.0**-53

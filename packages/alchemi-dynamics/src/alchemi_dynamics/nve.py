@@ -9,7 +9,7 @@ from alchemi_dynamics.state import State
 
 
 class NVE:
-    """Velocity Verlet (Swope et al., J. Chem. Phys. 76 (1982) 637), `timestep` in fs. No reduction in a step."""
+    """Velocity Verlet (Swope et al., J. Chem. Phys. 76 (1982) 637), `timestep` in fs. A step has no reduction."""
 
     outputs: tuple[str, ...] = ("energy", "forces")
     conserves_momentum = True
@@ -18,7 +18,7 @@ class NVE:
         self.timestep = positive("timestep", timestep, "fs", 1.0)
 
     def start(self, state: State) -> None:
-        """There is nothing to prepare."""
+        """Nothing has to be prepared."""
 
     def first_half(self, state: State) -> None:
         """Half a kick, a drift."""
@@ -34,8 +34,8 @@ class NVE:
         return state.energy + state.kinetic_energy()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Nothing beside the state."""
+        """No tensors: a step depends on the state alone."""
         return {}
 
     def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
-        """Nothing beside the state."""
+        """Nothing has to be restored."""

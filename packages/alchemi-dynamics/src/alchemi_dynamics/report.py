@@ -1,4 +1,4 @@
-"""The numbers by which a run is watched, the same on every rank."""
+"""Reports: the numbers by which a run is monitored, the same on every rank."""
 
 import csv
 import time
@@ -16,16 +16,17 @@ from alchemi_dynamics.snapshot import time_of
 from alchemi_spec import InputError
 
 COLUMNS = ("potential", "kinetic", "total", "temperature", "pressure", "volume", "drift", "max_force")
-"""What a report says of a system."""
+"""The fields of a report that are computed for each system."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """One system at one step. None is what there is not: a time in a relaxation, a pressure without stress, a rate at first.
+    """One system at one step. Quantities that are not available are None.
 
+    There is no time in a relaxation, no pressure without a stress, and no rate in the first report.
     `time` ps; energies eV; `temperature` K; `pressure` GPa, compression positive, with the kinetic part; `volume` Å^3; `drift`
     eV per atom, of the conserved quantity since this run began; `max_force` eV/Å; `ns_per_day` and `steps_per_s` since the
-    report before.
+    previous report.
     """
 
     step: int
@@ -46,8 +47,8 @@ class Report:
 class Thermo:
     """A hook that makes a `Report` of each system each `every` steps, in `reports`; with `log`, rank 0 writes them as CSV.
 
-    `after`: the step of the checkpoint that the run goes on from: rows of `log` up to it are kept, those after it are dropped.
-    Four reductions for a report.
+    `after`: the step of the checkpoint from which the run continues. Rows of `log` up to it are kept, later rows are removed.
+    A report needs four reductions.
     """
 
     def __init__(self, every: int = 100, log: str | Path | None = None, after: int | None = None) -> None:
@@ -58,14 +59,14 @@ class Thermo:
         self._file: TextIO | None = None
 
     def begin(self, simulation: Simulation) -> None:
-        """Count drift and time from here. Every rank must call it; the first report does it too."""
+        """Measure drift and time from now on. Every rank must call it. The first report calls it."""
         state = simulation.state
         self._reference = simulation.integrator.conserved(state).clone()
         self._atoms = state.total(torch.ones_like(state.masses))
         self._before = state.step, time.perf_counter()
 
     def __call__(self, simulation: Simulation) -> None:
-        """Report. Every rank must call it."""
+        """Make a report of each system. Every rank must call it."""
         if self._reference is None:
             self.begin(simulation)
         rows = self._measure(simulation)
@@ -105,18 +106,18 @@ class Thermo:
         return made
 
     def _columns(self, simulation: Simulation) -> Tensor:
-        """(B, 8), as `COLUMNS` names them."""
+        """The values (B, 8) of `COLUMNS`."""
         state = simulation.state
         twice, volume = _trace(state.kinetic_tensor()), state.volume()
-        pull = torch.zeros_like(twice) if state.stress is None else _trace(state.stress)
+        stress = torch.zeros_like(twice) if state.stress is None else _trace(state.stress)
         assert self._reference is not None
         drift = (simulation.integrator.conserved(state) - self._reference) / self._atoms
         force = state.largest(torch.linalg.vector_norm(state.forces, dim=-1))
         energies = state.energy, twice / 2, state.energy + twice / 2, state.temperature(twice / 2)
-        return torch.stack([*energies, (twice / volume - pull) / 3 / GPa, volume, drift, force], 1)
+        return torch.stack([*energies, (twice / volume - stress) / 3 / GPa, volume, drift, force], 1)
 
     def _rates(self, simulation: Simulation) -> dict[str, float | None]:
-        """Steps per second and ns per day since the report before, by the slowest rank's clock."""
+        """Steps per second and ns per day since the previous report, by the slowest rank's clock."""
         state, now = simulation.state, time.perf_counter()
         step, before = self._before or (state.step, now)
         seconds = float(state.comm.all_reduce(torch.tensor(now - before, dtype=torch.float64), "max"))
@@ -129,7 +130,7 @@ class Thermo:
         return {"steps_per_s": rate, "ns_per_day": per_day}
 
     def _write(self, rows: list[Report]) -> None:
-        """Append to the file, by rank 0."""
+        """Append to the file. Rank 0 calls it."""
         if self._file is None:
             assert self.log is not None
             self._file = open_log(self.log, self.after)
@@ -139,19 +140,19 @@ class Thermo:
 
 
 def open_log(path: Path, after: int | None) -> TextIO:
-    """A CSV file with its head, and of an earlier run the rows up to step `after`.
+    """Open a CSV file with its header, and with the rows of an earlier run up to step `after`.
 
     Raises:
-        InputError: for a file with another head.
+        InputError: for a file with another header.
 
     """
     names = [field.name for field in fields(Report)]
     kept: list[list[str]] = []
     if after is not None and path.exists():
         with path.open(newline="", encoding="utf-8") as file:
-            head, *kept = list(csv.reader(file)) or [names]
-        if head != names:
-            raise InputError(f"{path} has the columns {', '.join(head)}, which are not a log's: use another name.")
+            header, *kept = list(csv.reader(file)) or [names]
+        if header != names:
+            raise InputError(f"{path} has the columns {', '.join(header)}, which are not those of a log: use another name.")
         kept = [row for row in kept if len(row) == len(names) and int(row[0]) <= after]
     file = path.open("w", newline="", encoding="utf-8")
     csv.writer(file).writerows([names, *kept])

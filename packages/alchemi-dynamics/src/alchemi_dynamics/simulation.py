@@ -1,42 +1,41 @@
-"""The loop: moves atoms by an integrator, keeps the lists right, and calls hooks. The same on every number of ranks."""
+"""The loop: an integrator moves the atoms, lists stay valid, hooks are called. The same on any number of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from ase.data import atomic_masses
 from torch import Tensor
 
 from alchemi_domain.domain import Domain
-from alchemi_domain.static_buffers import Room
 from alchemi_dynamics.integrator import Integrator
 from alchemi_dynamics.parameters import fingerprint
-from alchemi_dynamics.state import State
+from alchemi_dynamics.state import EXTRA_FIELDS, State
 from alchemi_spec import InputError, NonFinitePosition
 
-AHEAD = 0.8
-"""The part of the steps that today's speeds allow before the lists end which is made without looking."""
-FIRST = 8
-"""At most so many at first; twice as many as went well the last time, a quarter of those that were taken back."""
+SPECULATIVE_PART = 0.8
+"""How many steps are run speculatively: this part of those that the lists would last at the present speeds."""
+FIRST_BLOCK = 8
+"""The longest first block of speculative steps. It is doubled when a block went well, and a quarter after a rollback."""
 
 
 class Hook(Protocol):
-    """Called on every rank after each `every` steps, and before the first; may read and reduce, and changes nothing."""
+    """Called on every rank before the first step and after each `every` steps. It may read and reduce, and changes nothing."""
 
     every: int
 
     def __call__(self, simulation: "Simulation") -> None:
-        """Look at `simulation.state`: this rank's atoms, with their whole forces."""
+        """Look at `simulation.state`: this rank's atoms, with their complete forces."""
         ...
 
 
 CHANGED = ("positions", "velocities", "cell", "forces", "energy", "stress")
-"""What a step changes of a state, in place, beside the number of the step."""
+"""What a step changes of a state, in place, besides the number of the step."""
 
 
-class _Moment(NamedTuple):
-    """What a step changes, to go back to."""
+class _Rollback(NamedTuple):
+    """Copies of all that a step changes, to return to."""
 
     step: int
     state: dict[str, Tensor]
@@ -44,19 +43,19 @@ class _Moment(NamedTuple):
 
 
 class Simulation:
-    """Atoms in motion: `domain`'s batch, moved by `integrator`. Every rank must make the same calls.
+    """Atoms in motion: `integrator` moves the atoms of `domain`. Every rank must make the same calls.
 
-    `forces`: functions of the state that change `state.forces` in place after each evaluation: clamps, fields, constraints.
-    They are called again for steps that are made again, so they should remember nothing.
+    `forces`: functions that change `state.forces` in place after each evaluation, such as clamps, fields and constraints. They
+    are called again for steps that are repeated after a rollback, so they must depend on the state alone.
 
-    While lists last, a step of a model that ignores longer edges is one exchange of positions, what its layers exchange, and
-    no host synchronisation: as many steps as the fastest atom's speed allows are made without looking, then the smallest
-    slack of all of them is read. If lists had ended meanwhile, the steps are taken back and made again with care; so none is
-    ever right by luck. Another model's lists are trimmed at each step, which waits for the device unless the domain's steps
-    are captured.
+    While the lists are valid, a step of a model that ignores longer edges is one exchange of positions, what the model's layers
+    exchange, and no host synchronisation. Steps are speculative: as many as the fastest atom's speed allows are run in a
+    block, then the smallest list margin of all of them is read. If a list was too old for one of them, the block is rolled
+    back and repeated with checked steps, each of which reads the margin before it evaluates. So no force ever comes from an
+    old list. For other models lists are trimmed at each step, which synchronises with the host unless steps are captured.
 
-    Where they are, each half of the integrator and the evaluation between them is one graph, on the rows of the domain's room;
-    `state` shows those that are alive.
+    If steps are captured, each half of the integrator and the evaluation between them is one CUDA graph on all rows of the
+    domain's buffers, padding included. `state` shows the real atoms.
     """
 
     @torch.inference_mode(False)
@@ -67,198 +66,191 @@ class Simulation:
         hooks: Sequence[Hook] = (),
         forces: Sequence[Callable[[State], None]] = (),
     ) -> None:
-        """Velocities are the batch's `carried["velocities"]` (n_owned, 3) Å/fs, default at rest; masses (amu) likewise.
+        """Velocities (n_owned, 3) Å/fs and masses (n_owned,) amu are the batch's extra fields, if it has them.
+
+        By default atoms are at rest and have their elements' masses.
 
         Raises:
-            InputError: where positions are not float64, in which small steps would be lost.
+            InputError: if positions are not float64, in which small steps would be lost.
 
         """
         if domain.batch.positions.dtype != torch.float64:
-            raise InputError(f"positions move in float64, not {domain.batch.positions.dtype}: share out a batch of that dtype.")
+            raise InputError(f"positions move in float64, not {domain.batch.positions.dtype}: scatter a batch of that dtype.")
         self.domain, self.integrator, self.hooks, self.forces = domain, integrator, list(hooks), list(forces)
-        self.rebuilds = self.taken_back = 0
-        self._ahead, self._most, self._started = 0, FIRST, False
-        self._room: Room | None = None
-        self._key: object = None
-        batch = domain.batch
-        moving = {
-            "velocities": torch.zeros_like(batch.positions),
-            "masses": torch.from_numpy(atomic_masses).to(batch.positions)[batch.atomic_numbers],
-        }
-        given = {name: batch.carried[name].double() for name in moving if name in batch.carried}
-        if any(name not in given or given[name] is not batch.carried[name] for name in moving):
-            domain.carry(**(moving | given))
-        self.state = State.of(domain.batch, integrator.conserves_momentum)
-        self._least = torch.full((), torch.inf, dtype=torch.float64, device=domain.batch.comm.device)
-        self._number = torch.zeros((), dtype=torch.long, device=domain.batch.comm.device)
-        self._hold()
+        self.rebuilds = self.rolled_back = 0
+        self._n_speculative, self._longest_block, self._started = 0, FIRST_BLOCK, False
+        self._fingerprint: object = None
+        _attach_moving_fields(domain)
+        device = domain.batch.comm.device
+        self.state = State.of(domain.atoms, integrator.conserves_momentum)
+        self._step_number = torch.zeros((), dtype=torch.long, device=device)
+        self._least_margin = torch.full((), torch.inf, dtype=torch.float64, device=device)
+        self._step_on_buffers()
+        self._view_real_atoms()
 
-    def _hold(self) -> None:
-        """Step on the rows that the domain has now: its room's, dead ones among them, if it has one."""
-        state, room = self.state, self.domain.room
-        state.adopt(self.domain.batch)
-        rows, last = self.domain.batch if room is None else room.batch, len(state.cell) - 1
-        if room is None or room is not self._room:
-            self._moving = replace(state, forces=torch.zeros_like(rows.positions), step=self._number)  # type: ignore[arg-type]
-            self._moving.adopt(replace(rows, batch=rows.batch.clamp(max=last), cell=state.cell, pbc=state.pbc))
-            self._moving.counted = None if room is None else rows.batch
-            self._room = room
-            self._capture()
-        else:
-            self._moving.batch.copy_(rows.batch.clamp(max=last))
-        state.forces = self._moving.forces[: len(state.ids)]
+    def _step_on_buffers(self) -> None:
+        """Have integrators step all rows of the domain's buffers. Captured steps end with the buffers that they work on."""
+        atoms, step = self.domain.atoms, cast(int, self._step_number)
+        forces = torch.zeros_like(atoms.all_rows.positions)
+        self._all_rows = replace(self.state, atoms=atoms, forces=forces, step=step, with_padding=True)
+        self._capture()
+
+    def _view_real_atoms(self) -> None:
+        """Show the atoms that are this rank's since the last neighbour-list rebuild."""
+        atoms = self.domain.atoms
+        self.state.atoms, self.state.forces = atoms, self._all_rows.forces[: atoms.n_real]
+        self._batch = self.domain.batch
 
     def _capture(self) -> None:
-        self._first, self._second = map(self.domain.captured, (self._first_half, self._second_half))
+        self._first, self._second = map(self.domain.capture_step, (self._first_half, self._second_half))
 
     def _first_half(self) -> None:
         self._integrate(self.integrator.first_half)
-        self._least.copy_(torch.minimum(self._least, self.domain.slack()))
+        self._least_margin.copy_(torch.minimum(self._least_margin, self.domain.list_margin()))
 
     def _second_half(self) -> None:
-        self._number += 1
+        self._step_number += 1
         self._integrate(self.integrator.second_half)
 
     def _integrate(self, half: Callable[[State], None]) -> None:
-        half(self._moving)
-        if self._room is not None:  # a graph keeps what it found at its recording
-            before, self._key = self._key, fingerprint(self.integrator)
-            if before != self._key and self._moving.positions.is_cuda and torch.cuda.is_current_stream_capturing():
-                raise RuntimeError("the integrator replaces its tensors instead of changing them in place.")
+        half(self._all_rows)
+        if self.domain.buffers is not None:  # a graph keeps the numbers and addresses of its recording
+            before, self._fingerprint = self._fingerprint, fingerprint(self.integrator)
+            recording = self._step_number.is_cuda and torch.cuda.is_current_stream_capturing()
+            if before != self._fingerprint and recording:
+                raise RuntimeError("the integrator replaces its tensors: it must change them in place.")
 
     @torch.inference_mode(False)
     def start(self) -> None:
-        """Evaluate forces, tell the integrator and call hooks, unless that was done. `run` does it."""
+        """Evaluate forces, start the integrator and call hooks, unless that was done. `run` calls it."""
         if not self._started:
-            self._evaluate_with_care()
+            self._checked_evaluation()
             self.integrator.start(self.state)
             self._started = True
             self._call_hooks()
 
     @torch.inference_mode(False)
     def resume(self, step: int, integrator: Mapping[str, Tensor]) -> None:
-        """Go on from a checkpoint after `step` steps, with what `integrator.state_dict()` was."""
+        """Continue from a checkpoint after `step` steps, with what `integrator.state_dict()` was."""
         self.state.step, device = step, self.domain.batch.comm.device
-        self._number.fill_(step)
+        self._step_number.fill_(step)
         self.integrator.load_state_dict({name: value.to(device) for name, value in integrator.items()})
-        self._evaluate_with_care()
+        self._checked_evaluation()
         self._started = True
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def run(self, steps: int, until: Callable[[State], Tensor] | None = None) -> bool:
-        """Make `steps` steps, or fewer if `until(state)` (B,) is true for every system; whether it was at the end.
+        """Make `steps` steps, or fewer if `until(state)` (B,) becomes true for every system; return whether it did.
 
         Raises:
             NonFinitePosition: on every rank, naming an atom whose position or force is nan or infinite.
-            InputError: where another simulation has moved the domain on.
+            InputError: if another simulation has rebuilt the domain's lists.
 
         """
-        if self.state.positions is not self.domain.batch.positions:
-            raise InputError("another simulation has moved this domain's atoms: make a new one to go on from where they are.")
-        self._take_what_was_given()
+        if self._batch is not self.domain.batch:
+            raise InputError(
+                "another simulation has moved this domain's atoms: make a new one to continue from where they are."
+            )
+        self._capture_if_changed()
         self.start()
         end = self.state.step + steps
         while self.state.step < end:
             if until is not None and bool(until(self.state).all()):
                 return True
-            blind = min(self._ahead, *(h.every - self.state.step % h.every for h in self.hooks), end - self.state.step)
-            if until is not None or blind < 2:
-                self._step_with_care()
-            elif not self._steps_without_looking(blind):
+            to_hooks = (hook.every - self.state.step % hook.every for hook in self.hooks)
+            block = min(self._n_speculative, *to_hooks, end - self.state.step)
+            if until is not None or block < 2:
+                self._checked_step()
+            elif not self._speculative_steps(block):
                 continue
             self._call_hooks()
         self._check_forces()
         return until is not None and bool(until(self.state).all())
 
-    def _take_what_was_given(self) -> None:
-        """Fields that were replaced since the last run, and an integrator that was changed."""
-        for name in ("velocities", "masses"):
-            given, held = getattr(self.state, name), self.domain.batch.carried[name]
-            if given is not held:
-                held.copy_(given)
-                setattr(self.state, name, held)
-        self._capture_if_changed()
-
     def _capture_if_changed(self) -> None:
-        """Anew, on all ranks, where the integrator holds other numbers or tensors than its graphs do on any."""
-        changed = self._key is not None and self._key != fingerprint(self.integrator)
-        if self._room is not None and self.state.comm.all_reduce(torch.tensor(changed)):
+        """Capture steps again, on all ranks, if on any the integrator has other numbers or tensors than its graphs."""
+        changed = self._fingerprint is not None and self._fingerprint != fingerprint(self.integrator)
+        if self.domain.buffers is not None and self.state.comm.all_reduce(torch.tensor(changed)):
             self._capture()
 
-    def _step_with_care(self) -> None:
+    def _checked_step(self) -> None:
         self._first()
-        if not self._slack_left():
+        if not self._lists_were_valid():
             self._rebuild()
-            self._slack_left()
+            self._lists_were_valid()
         self.state.step += 1
-        self._evaluate_with_care()
+        self._checked_evaluation()
         self._second()
 
     @torch.inference_mode(False)
     def rebuild(self) -> None:
-        """Make lists anew now, atoms moving to their owners. Every rank must call it."""
+        """Rebuild the neighbour lists now; atoms move to the ranks that own them. Every rank must call it."""
         self.start()
         with torch.no_grad():
             self._rebuild()
-            self._evaluate_with_care()
+            self._checked_evaluation()
 
     def _rebuild(self) -> None:
         self.domain.rebuild()
         self.rebuilds += 1
-        self._hold()
+        if self.domain.atoms is not self._all_rows.atoms:
+            self._step_on_buffers()
+        self._view_real_atoms()
 
-    def _steps_without_looking(self, steps: int) -> bool:
-        """Whether lists lasted; otherwise everything is as it was."""
-        before = self._moment()
+    def _speculative_steps(self, steps: int) -> bool:
+        """Run a block of steps and return whether the lists were valid for all of them; otherwise all is rolled back."""
+        before = self._rollback_point()
         for _ in range(steps):
             self._first()
             self.state.step += 1
             self._evaluate()
             self._second()
-        if self._slack_left():
-            self._most = max(self._most, 2 * steps)
+        if self._lists_were_valid():
+            self._longest_block = max(self._longest_block, 2 * steps)
             return True
-        self._go_back(before)
-        self._most, self.taken_back = max(1, steps // 4), self.taken_back + steps
+        self._roll_back(before)
+        self._longest_block, self.rolled_back = max(1, steps // 4), self.rolled_back + steps
         return False
 
-    def _slack_left(self) -> bool:
-        """Whether no rank's slack is, or has been since this was asked last, negative, in one reduction.
-
-        And how many steps it will last at present speeds.
-        """
-        slack = torch.minimum(self._least, self.domain.slack())
-        self._least.fill_(torch.inf)
+    def _lists_were_valid(self) -> bool:
+        """Whether no rank's list margin was negative since the last call. Decides how long the next block is. One reduction."""
+        margin = torch.minimum(self._least_margin, self.domain.list_margin())
+        self._least_margin.fill_(torch.inf)
         speeds = torch.linalg.vector_norm(self.state.velocities, dim=-1)
-        both = torch.stack([-slack.nan_to_num(nan=-torch.inf), torch.cat([speeds, speeds.new_zeros(1)]).amax().nan_to_num()])
-        least, fastest = self.domain.batch.comm.all_reduce(both, "max").tolist()
-        timestep = getattr(self.integrator, "timestep", None)
-        reach = 2 * fastest * timestep if isinstance(timestep, float) else 0.0
-        self._ahead = min(self._most, int(AHEAD * -least / reach)) if reach > 0 and least < 0 else 0
-        return bool(least <= 0)
+        fastest = torch.cat([speeds, speeds.new_zeros(1)]).amax().nan_to_num()
+        both = torch.stack([-margin.nan_to_num(nan=-torch.inf), fastest])
+        overdrawn, speed = self.domain.batch.comm.all_reduce(both, "max").tolist()
+        approach = 2 * speed * (self.integrator.timestep or 0.0)
+        lasting = int(SPECULATIVE_PART * -overdrawn / approach) if approach > 0 and overdrawn < 0 else 0
+        self._n_speculative = min(self._longest_block, lasting)
+        return bool(overdrawn <= 0)
 
-    def _evaluate_with_care(self) -> None:
-        """Again in a larger room, where the model was to be shown more edges than there was room for."""
+    def _checked_evaluation(self) -> None:
+        """Evaluate; again in larger buffers, if more edges came within the cutoff than the buffers hold."""
         self._evaluate()
-        if self.domain.overflowed():
+        if self.domain.edges_overflowed():
             self._rebuild()
             self._evaluate()
 
     def _evaluate(self) -> None:
-        state, moving, results = self.state, self._moving, self.domain.computed(self.integrator.outputs)
+        state, all_rows, results = self.state, self._all_rows, self.domain.evaluate_all_rows(self.integrator.outputs)
         if ("stress" in results) != (state.stress is not None):
-            state.stress = moving.stress = torch.zeros_like(state.cell) if "stress" in results else None
+            state.stress = all_rows.stress = torch.zeros_like(state.cell) if "stress" in results else None
         for name, value in results.items():
-            getattr(moving, name).copy_(value)
+            getattr(all_rows, name).copy_(value)
         if self.forces:
-            whole = state.forces
-            state.forces = whole.clone()
-            with torch.enable_grad():  # a bias may be a gradient
-                for change in self.forces:
-                    change(state)
-            whole.copy_(state.forces.detach())
-            state.forces = whole
+            self._change_forces()
+
+    def _change_forces(self) -> None:
+        """Call the functions `forces` on a copy, whose gradients are not kept."""
+        state, owned = self.state, self.state.forces
+        state.forces = owned.clone()
+        with torch.enable_grad():  # a bias may be a gradient
+            for change in self.forces:
+                change(state)
+        owned.copy_(state.forces.detach())
+        state.forces = owned
 
     def _call_hooks(self) -> None:
         due = [hook for hook in self.hooks if self.state.step % hook.every == 0]
@@ -268,7 +260,7 @@ class Simulation:
             hook(self)
 
     def _check_forces(self) -> None:
-        """Refuse forces that are nan or infinite, before anybody is shown them."""
+        """Raise an error if a force is nan or infinite, before a hook sees it."""
         state = self.state
         bad = ~state.forces.isfinite().all(-1)
         if state.comm.all_reduce(bad.any()):
@@ -280,15 +272,27 @@ class Simulation:
                         f"{state.step}.\nThe time step is too long, or the model was not made for such a structure."
                     )
 
-    def _moment(self) -> _Moment:
-        held = {name: value.clone() for name in CHANGED if (value := getattr(self._moving, name)) is not None}
-        return _Moment(self.state.step, held, {name: value.clone() for name, value in self.integrator.state_dict().items()})
+    def _rollback_point(self) -> _Rollback:
+        fields = {name: value.clone() for name in CHANGED if (value := getattr(self._all_rows, name)) is not None}
+        return _Rollback(self.state.step, fields, {name: t.clone() for name, t in self.integrator.state_dict().items()})
 
-    def _go_back(self, moment: _Moment) -> None:
-        for name, value in moment.state.items():
-            getattr(self._moving, name).copy_(value)
-        self.state.step = moment.step
-        self._number.fill_(moment.step)
-        self.integrator.load_state_dict(moment.integrator)
+    def _roll_back(self, to: _Rollback) -> None:
+        for name, value in to.state.items():
+            getattr(self._all_rows, name).copy_(value)
+        self.state.step = to.step
+        self._step_number.fill_(to.step)
+        self.integrator.load_state_dict(to.integrator)
         self._capture_if_changed()
-        self._ahead = 0
+        self._n_speculative = 0
+
+
+def _attach_moving_fields(domain: Domain) -> None:
+    """Give the domain's batch velocities and masses in float64, those that it has not."""
+    batch = domain.batch
+    default = {
+        "velocities": torch.zeros_like(batch.positions),
+        "masses": torch.from_numpy(atomic_masses).to(batch.positions)[batch.atomic_numbers],
+    }
+    given = {name: batch.extra_fields[name].double() for name in EXTRA_FIELDS if name in batch.extra_fields}
+    if any(name not in given or given[name] is not batch.extra_fields[name] for name in EXTRA_FIELDS):
+        domain.attach_fields(**(default | given))

@@ -1,4 +1,4 @@
-"""The whole of a moving system on rank 0, in ASE's units, for writers."""
+"""All atoms of a running simulation on rank 0, in ASE's units, for writers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,13 +20,13 @@ Array = np.ndarray[Any, Any]
 
 
 def time_of(simulation: Simulation) -> float | None:
-    """The time in fs, or None where steps are not time, as in a relaxation."""
-    timestep = getattr(simulation.integrator, "timestep", None)
-    return simulation.state.step * timestep if isinstance(timestep, float) else None
+    """The time in fs, or None where a step has no time, as in a relaxation."""
+    timestep = simulation.integrator.timestep
+    return None if timestep is None else simulation.state.step * timestep
 
 
 def on_host(tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
-    """A function that waits for these tensors as they are now, and copies them to the host: for another thread to call."""
+    """Return a function that waits for the tensors' present values and copies them to the host. Another thread may call it."""
     ready = torch.cuda.Event() if any(t.is_cuda for t in tensors) else None
     if ready is not None:
         ready.record()
@@ -41,7 +41,7 @@ def on_host(tensors: Sequence[Tensor]) -> Callable[[], list[Array]]:
 
 @dataclass(frozen=True, eq=False)
 class Static:
-    """What does not change in a run, in the batch's order: element numbers, systems and masses (N,), pbc (B, 3), charges."""
+    """Fields that do not change during a run: element numbers, systems and masses (N,), pbc (B, 3), charge and spin."""
 
     numbers: Array
     batch: Array
@@ -51,8 +51,8 @@ class Static:
 
     @classmethod
     def gathered(cls, batch: ShardedBatch) -> "Static":
-        """On rank 0; without atoms on the others. Every rank must call it."""
-        fields = batch.atomic_numbers, batch.batch, batch.carried["masses"]
+        """All atoms on rank 0, and none on the other ranks. Every rank must call it."""
+        fields = batch.atomic_numbers, batch.batch, batch.extra_fields["masses"]
         numbers, systems, masses = (batch.gather(f, dst=0).cpu().numpy() for f in fields)
         names = [name for name in ("charge", "spin") if name in batch.per_system]
         info = [{name: batch.per_system[name][b].item() for name in names} for b in range(len(batch.cell))]
@@ -61,7 +61,7 @@ class Static:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """One system at one moment: positions Å, velocities Å/fs or None, forces eV/Å, energy eV, stress eV/Å^3 or None."""
+    """One system at one step: positions Å, velocities Å/fs or None, forces eV/Å, energy eV, stress eV/Å^3 or None."""
 
     step: int
     time: float | None
@@ -78,22 +78,22 @@ class Frame:
 
     @property
     def momenta(self) -> Array | None:
-        """In ASE's unit, amu Å / (Å sqrt(amu/eV))."""
+        """Momenta in ASE's unit, amu Å / (Å sqrt(amu/eV)), or None."""
         return None if self.velocities is None else self.masses[:, None] * self.velocities / fs
 
     @property
-    def own_masses(self) -> bool:
-        """Whether masses are other than the elements'."""
+    def has_custom_masses(self) -> bool:
+        """Whether masses differ from those of the elements."""
         return not np.array_equal(self.masses, atomic_masses[self.numbers])
 
     @property
     def labels(self) -> dict[str, Any]:
-        """Step, time in fs, and what the file says of the system."""
+        """Step, time in fs, and fields of the system such as charge."""
         return {"step": self.step, **({} if self.time is None else {"time": self.time}), **self.info}
 
     def to_ase(self) -> Atoms:
-        """With energy, forces and stress in a calculator."""
-        masses = self.masses if self.own_masses else None
+        """A structure of ASE, with energy, forces and stress in a calculator."""
+        masses = self.masses if self.has_custom_masses else None
         cell, momenta = self.cell, self.momenta
         atoms = Atoms(self.numbers, self.positions, masses=masses, cell=cell, pbc=self.pbc, info=self.labels)
         if momenta is not None:
@@ -106,7 +106,10 @@ class Frame:
 
 
 def snapshot(simulation: Simulation, static: Static, velocities: bool = True) -> Callable[[], list[Frame]]:
-    """A function that gives a frame for each system, for rank 0's thread to call; two messages. Every rank must call this."""
+    """Return a function that makes a frame for each system, which rank 0's thread calls.
+
+    Sends two messages. Every rank must call it.
+    """
     state, batch, time = simulation.state, simulation.domain.batch, time_of(simulation)
     moving = [state.positions, state.forces] + [state.velocities] * velocities
     rows = batch.gather(torch.cat(moving, 1), dst=0)

@@ -1,4 +1,4 @@
-"""Trajectories in files that ASE reads, written while the step goes on."""
+"""Trajectories in files that ASE reads, written by a thread while the simulation continues."""
 
 import os
 import re
@@ -19,19 +19,19 @@ from alchemi_spec import InputError
 
 
 class FrameFile(Protocol):
-    """A file of frames, each of which is in it whole or not at all."""
+    """A file of frames that never holds part of a frame."""
 
     def write(self, frame: Frame) -> None:
-        """One more."""
+        """Append a frame."""
 
     def close(self) -> None:
-        """No more."""
+        """Close the file."""
 
 
 class Writer:
-    """A hook whose thread writes to `path` each `every` steps; what the formats have in common.
+    """A hook whose thread writes to `path` each `every` steps: the base of all formats.
 
-    Every rank makes the same calls. An error of one rank's thread is raised on all at the next call, or when it is closed.
+    Every rank makes the same calls. An error in one rank's thread is raised on all ranks at the next call, or on closing.
     """
 
     def __init__(self, path: str | Path, every: int, after: int | None) -> None:
@@ -39,7 +39,7 @@ class Writer:
         self._thread: Background | None = None
 
     def __call__(self, simulation: Simulation) -> None:
-        """Hand what is to be written to the thread. Every rank must call it.
+        """Give the present frame to the thread. Every rank must call it.
 
         Raises:
             OSError, InputError: on every rank, if the file cannot be written.
@@ -50,11 +50,11 @@ class Writer:
             self._begin(simulation)
             self._thread = Background()
         self._comm.agree(self._thread.error)
-        self._hand_over(simulation, self._thread)
+        self._enqueue(simulation, self._thread)
         self.after = simulation.state.step
 
     def close(self) -> None:
-        """Wait until all is written. Every rank must call it, and all raise what went wrong on one."""
+        """Wait until all is written. Every rank must call it. An error on one rank is raised on all."""
         thread, self._thread = self._thread, None
         if thread is not None:
             thread.finish()
@@ -67,7 +67,7 @@ class Writer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Close; after an error, on this rank alone, as the others may not be able to answer."""
+        """Close. After an error only this rank's files are closed, as the other ranks may not answer."""
         if kind is None:
             self.close()
         elif self._thread is not None:
@@ -75,27 +75,27 @@ class Writer:
             self._end()
 
     def _begin(self, simulation: Simulation) -> None:
-        """Open the files, together."""
+        """Open the files, on all ranks together."""
 
-    def _hand_over(self, simulation: Simulation, thread: Background) -> None:
-        """Give the thread its job, together."""
+    def _enqueue(self, simulation: Simulation, thread: Background) -> None:
+        """Give the thread its task, on all ranks together."""
 
     def _end(self) -> None:
         """Close the files of this rank."""
 
     def _complete(self) -> None:
-        """What is left to do when every rank's files are whole, together."""
+        """Finish after every rank's files are complete, on all ranks together."""
 
 
 class TrajectoryWriter(Writer):
-    """A hook that writes the whole system each `every` steps: extended xyz (.extxyz, .xyz) or ASE's .traj, by `path`'s suffix.
+    """A hook that writes all atoms each `every` steps: extended xyz (.extxyz, .xyz) or ASE's .traj, by `path`'s suffix.
 
     A frame has positions, momenta, forces, energy, stress if the run has it, cell, `step` and `time` in fs, in ASE's units.
-    Of several systems each has its own file: out.0.extxyz, out.1.extxyz. Rank 0 gathers and a thread of its own writes; the
-    step waits only if two frames wait already.
+    Each of several systems has its own file: out.0.extxyz, out.1.extxyz. Rank 0 gathers the atoms and its thread writes them.
+    The simulation waits only if two frames are queued already.
 
-    `after`: the step of the checkpoint that the run goes on from: frames up to it are kept, those after it are dropped.
-    Without it a file of that name is written anew. `velocities=False` leaves momenta out.
+    `after`: the step of the checkpoint from which the run continues. Frames up to it are kept, later frames are removed.
+    Without it an existing file is overwritten. `velocities=False` leaves momenta out.
     """
 
     def __init__(self, path: str | Path, every: int = 100, after: int | None = None, velocities: bool = True) -> None:
@@ -111,7 +111,7 @@ class TrajectoryWriter(Writer):
         with self._comm.agreement():
             self._files = [self._open(path, self.after) for path in paths if self._comm.rank == 0]
 
-    def _hand_over(self, simulation: Simulation, thread: Background) -> None:
+    def _enqueue(self, simulation: Simulation, thread: Background) -> None:
         frames = snapshot(simulation, self._static, self.velocities)
         if self._comm.rank == 0:
             thread.put(lambda: self._write(frames))
@@ -126,25 +126,25 @@ class TrajectoryWriter(Writer):
 
 
 def opener(path: Path) -> Callable[[Path, int | None], FrameFile]:
-    """What opens a file with this suffix.
+    """The class that opens a file with this suffix.
 
     Raises:
-        InputError: listing the suffixes that there are.
+        InputError: listing the known suffixes.
 
     """
-    formats: dict[str, Callable[[Path, int | None], FrameFile]] = {".extxyz": Xyz, ".xyz": Xyz, ".traj": Traj}
+    formats: dict[str, Callable[[Path, int | None], FrameFile]] = {".extxyz": XyzFile, ".xyz": XyzFile, ".traj": TrajFile}
     if path.suffix not in formats:
-        raise InputError(f"a trajectory's format is its suffix, and {path} has none of {', '.join(formats)} or .zarr.")
+        raise InputError(f"the suffix of a trajectory gives its format, and {path} has none of {', '.join(formats)} or .zarr.")
     return formats[path.suffix]
 
 
 def numbered(path: Path, system: int) -> Path:
-    """The file of one of several systems."""
+    """The path for one of several systems."""
     return path.with_name(f"{path.stem}.{system}{path.suffix}")
 
 
-class Xyz:
-    """Extended xyz, each frame in one write; what a failed write left behind is taken back."""
+class XyzFile:
+    """Extended xyz. Each frame is one write, and a failed write is rolled back."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         kept = 0 if after is None or not path.exists() else xyz_end(path, after)
@@ -152,31 +152,31 @@ class Xyz:
         self._end = self._file.truncate(self._file.seek(kept)) if kept else 0
 
     def write(self, frame: Frame) -> None:
-        """Append it, or leave the file as it was."""
+        """Append a frame, or leave the file as it was."""
         text = memoryview(xyz_text(frame).encode())
         try:
             while text:
                 text = text[self._file.write(text) :]
         except OSError:
-            self._take_back()
+            self._roll_back()
             raise
         self._end = self._file.tell()
 
-    def _take_back(self) -> None:
+    def _roll_back(self) -> None:
         if self._file.seekable() and os.fstat(self._file.fileno()).st_size > self._end:
             self._file.truncate(self._end)
 
     def close(self) -> None:
-        """Close."""
+        """Close the file."""
         self._file.close()
 
 
 def xyz_text(frame: Frame) -> str:
-    """A frame as ASE's extended xyz reads it, with ten decimals."""
+    """A frame as extended xyz that ASE reads, with ten decimals."""
     columns: list[tuple[str, Array]] = [("pos:R:3", frame.positions), ("forces:R:3", frame.forces)]
     if frame.momenta is not None:
         columns.insert(1, ("momenta:R:3", frame.momenta))
-    if frame.own_masses:
+    if frame.has_custom_masses:
         columns.append(("masses:R:1", frame.masses[:, None]))
     rows = np.concatenate([values for _, values in columns], 1)
     line = "%-2s" + " %.10f" * rows.shape[1] + "\n"
@@ -200,10 +200,10 @@ def _joined(values: Array) -> str:
 
 
 def xyz_end(path: Path, after: int) -> int:
-    """The byte at which the frames up to step `after` end, those that are whole.
+    """The byte at which the complete frames up to step `after` end.
 
     Raises:
-        InputError: for frames that do not say their step.
+        InputError: for frames without a step.
 
     """
     with path.open("rb") as file:
@@ -215,44 +215,44 @@ def xyz_end(path: Path, after: int) -> int:
 
 
 def _next_step(file: BinaryIO, path: Path) -> int | None:
-    """The step of the frame that begins here, and on to the next; None if there is none, or not all of it."""
+    """Read a frame and return its step, or None if there is no further frame, or only part of one."""
     count, comment = file.readline(), file.readline()
     if not comment.endswith(b"\n"):
         return None
     found = re.search(rb"\bstep=(\d+)", comment)
     if found is None or not count.strip().isdigit():
-        raise InputError(f"a frame of {path} says no step, so it is not known what to go on from: give the run another file.")
-    whole = all(file.readline().endswith(b"\n") for _ in range(int(count)))
-    return int(found[1]) if whole else None
+        raise InputError(f"a frame of {path} says no step, so the run cannot continue it: give the run another file.")
+    complete = all(file.readline().endswith(b"\n") for _ in range(int(count)))
+    return int(found[1]) if complete else None
 
 
-class Traj:
-    """ASE's .traj, whose count of frames is raised when one is whole."""
+class TrajFile:
+    """ASE's .traj, which counts a frame when it is complete."""
 
     def __init__(self, path: Path, after: int | None) -> None:
         kept = after is not None and path.exists() and truncate_traj(path, after)
         self._file = AseTrajectory(path, "a" if kept else "w", master=True)
 
     def write(self, frame: Frame) -> None:
-        """Append it."""
+        """Append a frame."""
         self._file.write(frame.to_ase())
 
     def close(self) -> None:
-        """Close."""
+        """Close the file."""
         self._file.close()
 
 
 def truncate_traj(path: Path, after: int) -> int:
-    """Drop the frames that come after step `after`; how many are kept.
+    """Remove the frames after step `after`, and return the number of those that are kept.
 
     Raises:
-        InputError: for frames that do not say their step.
+        InputError: for frames without a step.
 
     """
     with ulm.open(path) as reader:
         steps = [reader[i].asdict().get("info", {}).get("step") for i in range(len(reader))]
     if None in steps:
-        raise InputError(f"a frame of {path} says no step, so it is not known what to go on from: give the run another file.")
+        raise InputError(f"a frame of {path} says no step, so the run cannot continue it: give the run another file.")
     kept = next((i for i, step in enumerate(steps) if step > after), len(steps))
     if 0 < kept < len(steps):
         with path.open("r+b") as file:
@@ -266,6 +266,6 @@ def truncate_traj(path: Path, after: int) -> int:
 
 
 def _traj_end(file: BinaryIO, start: int) -> int:
-    """Where the frame whose description begins at `start` ends."""
+    """The byte at which the frame ends whose description begins at `start`."""
     file.seek(start)
     return start + 8 + int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""Trajectories of systems that no rank holds whole: zarr, each rank writing its own chunks."""
+"""Trajectories in zarr, for systems that do not fit on one rank: each rank writes its own chunks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -28,24 +28,24 @@ UNITS = {
     "cell": "Å",
     "time": "fs",
 }
-LARGEST_CHUNK = 2**18
-"""Atoms: 3 MB of float32."""
-FRAMES_A_CHUNK = 256
-"""Of what is a few numbers for each frame."""
-ENDLESS = 2**48
-"""Frames; more than any run will write."""
+MAX_CHUNK_ATOMS = 2**18
+"""3 MB of float32."""
+FRAMES_PER_CHUNK = 256
+"""Of fields that have a few numbers for each frame."""
+UNBOUNDED = 2**48
+"""Number of frames, more than any run will write."""
 
 
 class ZarrWriter(Writer):
-    """A hook that writes to `path` (.zarr) each `every` steps; no rank holds all atoms.
+    """A hook that writes to `path` (.zarr) each `every` steps. No rank holds all atoms.
 
     `positions`, `velocities`, `forces` (frames, n_atoms, 3) of `dtype`; `energy` (frames, B), `cell` and `stress` (frames, B,
     3, 3), `step` and `time` (frames,) fs; `numbers`, `batch`, `masses` (n_atoms,) and `pbc` (B, 3). Units
-    as everywhere here, also in the group's attributes. A chunk is a stretch of atoms of one frame and is written by one rank.
-    A frame is shown to readers after every rank has written its chunks: one call later, or on closing. While a run goes on,
-    the length of `step` is the number of whole frames.
+    are alchemi's, and are in the group's attributes. A chunk is a block of consecutive atoms of one frame, and one rank writes
+    it. A frame becomes visible to readers when every rank has written its chunks: one call later, or on closing. While a run
+    goes on, the length of `step` is the number of complete frames.
 
-    `after`: the step of the checkpoint that the run goes on from, as for `TrajectoryWriter`.
+    `after`: the step of the checkpoint from which the run continues, as for `TrajectoryWriter`.
     """
 
     def __init__(
@@ -66,38 +66,38 @@ class ZarrWriter(Writer):
         kept = self.after if self.after is not None and self.path.exists() else None
         with comm.agreement():
             if comm.rank == 0:
-                self._make(simulation) if kept is None else self._cut(batch, kept)
+                self._create(simulation) if kept is None else self._truncate(batch, kept)
         self._group = group = zarr.open_group(self.path, mode="r+")
-        self._kept, self._handed = _array(group, "step").shape[0], 0
+        self._kept, self._queued = _array(group, "step").shape[0], 0
         self._chunk = _array(group, "positions").chunks[1]
-        self._arrays = {name: _endless(_array(group, name)) for name, _ in group.arrays() if name not in FIXED}
+        self._arrays = {name: _unbounded(_array(group, name)) for name, _ in group.arrays() if name not in FIXED}
         if kept is None:
             self._write_fixed(batch)
 
     def _write_fixed(self, batch: ShardedBatch) -> None:
-        first, fixed = batch.in_order(batch.atomic_numbers, batch.batch, batch.carried["masses"], unit=self._chunk)
+        first, fixed = batch.to_global_order(batch.atomic_numbers, batch.batch, batch.extra_fields["masses"], unit=self._chunk)
         for name, rows in zip(FIXED, fixed, strict=False):
             if len(rows):
                 _array(self._group, name)[first : first + len(rows)] = rows.cpu().numpy()
 
-    def _make(self, simulation: Simulation) -> None:
-        """An empty group, by rank 0."""
+    def _create(self, simulation: Simulation) -> None:
+        """Create an empty group. Rank 0 calls it."""
         if self.path.exists() and not (self.path / "zarr.json").exists():
-            raise InputError(f"{self.path} is there and is not a zarr group: give the trajectory another name, or move it.")
+            raise InputError(f"{self.path} exists and is not a zarr group: give the trajectory another name, or move it.")
         state, n = simulation.state, simulation.domain.batch.n_atoms
         group = zarr.open_group(self.path, mode="w", attributes={"units": UNITS, "made_by": "alchemi"})
-        chunk = min(-(-n // self._comm.size), LARGEST_CHUNK)
+        chunk = min(-(-n // self._comm.size), MAX_CHUNK_ATOMS)
         for name in PER_ATOM:
             group.create_array(name, shape=(0, n, 3), chunks=(1, chunk, 3), dtype=self.dtype)
         for name, value in _per_frame(simulation).items():
-            chunks, dtype = (FRAMES_A_CHUNK, *value.shape), "int64" if name == "step" else "float64"
+            chunks, dtype = (FRAMES_PER_CHUNK, *value.shape), "int64" if name == "step" else "float64"
             group.create_array(name, shape=(0, *value.shape), chunks=chunks, dtype=dtype)
         for name, dtype in zip(FIXED, ("int64", "int64", "float64"), strict=False):
             group.create_array(name, shape=(n,), chunks=(chunk,), dtype=dtype)
         group.create_array("pbc", data=state.pbc.cpu().numpy())
 
-    def _cut(self, batch: ShardedBatch, after: int) -> None:
-        """Drop the frames after step `after`, by rank 0."""
+    def _truncate(self, batch: ShardedBatch, after: int) -> None:
+        """Remove the frames after step `after`. Rank 0 calls it."""
         group = zarr.open_group(self.path, mode="r+")
         _, n, _ = _array(group, "positions").shape
         if n != batch.n_atoms:
@@ -105,17 +105,17 @@ class ZarrWriter(Writer):
         kept = int((np.asarray(_array(group, "step")[:]) <= after).sum())
         _resize(group, kept)
 
-    def _hand_over(self, simulation: Simulation, thread: Background) -> None:
+    def _enqueue(self, simulation: Simulation, thread: Background) -> None:
         batch, state = simulation.domain.batch, simulation.state
         written = -int(self._comm.all_reduce(torch.tensor(-thread.done), "max"))
         rows = [getattr(state, name).to(getattr(torch, self.dtype)) for name in PER_ATOM]
-        first, mine = batch.in_order(*rows, unit=self._chunk)
-        few = _per_frame(simulation) if self._comm.rank == 0 else {}
-        copy, frame, shown = on_host([*mine, *few.values()]), self._kept + self._handed, self._kept + written
-        thread.put(lambda: self._write(frame, first, dict(zip([*PER_ATOM, *few], copy(), strict=True)), shown))
-        self._handed += 1
+        first, mine = batch.to_global_order(*rows, unit=self._chunk)
+        per_frame = _per_frame(simulation) if self._comm.rank == 0 else {}
+        copy, frame, visible = on_host([*mine, *per_frame.values()]), self._kept + self._queued, self._kept + written
+        thread.put(lambda: self._write(frame, first, dict(zip([*PER_ATOM, *per_frame], copy(), strict=True)), visible))
+        self._queued += 1
 
-    def _write(self, frame: int, first: int, values: Mapping[str, Array], shown: int) -> None:
+    def _write(self, frame: int, first: int, values: Mapping[str, Array], visible: int) -> None:
         for name in self._arrays.keys() & values.keys():
             array, new = self._arrays[name], values[name]
             if name not in PER_ATOM:
@@ -123,16 +123,16 @@ class ZarrWriter(Writer):
             elif len(new):
                 array[frame, first : first + len(new)] = new
         if self._comm.rank == 0:
-            _resize(self._group, shown)
+            _resize(self._group, visible)
 
     def _complete(self) -> None:
         with self._comm.agreement():
             if self._comm.rank == 0:
-                _resize(self._group, self._kept + self._handed)
+                _resize(self._group, self._kept + self._queued)
 
 
 def _per_frame(simulation: Simulation) -> dict[str, Tensor]:
-    """What is a few numbers, as it is now."""
+    """The fields that have a few numbers for each frame, as they are now."""
     state, time = simulation.state, time_of(simulation)
     stress = {} if state.stress is None else {"stress": state.stress}
     fields = {"energy": state.energy, "cell": state.cell, **stress}
@@ -146,14 +146,14 @@ def _array(group: zarr.Group, name: str) -> zarr.Array[Any]:
     return array
 
 
-def _endless(array: zarr.Array[Any]) -> zarr.Array[Any]:
-    """The array for a writer: with frames that readers are not shown yet."""
-    metadata = array.metadata.update_shape((ENDLESS, *array.shape[1:]))
+def _unbounded(array: zarr.Array[Any]) -> zarr.Array[Any]:
+    """The array as a writer sees it, with room for frames that are not visible to readers yet."""
+    metadata = array.metadata.update_shape((UNBOUNDED, *array.shape[1:]))
     return zarr.Array(zarr.AsyncArray(metadata, array.store_path))
 
 
 def _resize(group: zarr.Group, frames: int) -> None:
-    """Show so many frames; `step`, by whose length readers count, is never ahead of the others."""
+    """Make this many frames visible. `step`, by whose length readers count, is never longer than the other arrays."""
     names = sorted({name for name, _ in group.arrays()} - set(FIXED), key=lambda name: name == "step")
     for name in names if frames > _array(group, "step").shape[0] else reversed(names):
         array = _array(group, name)

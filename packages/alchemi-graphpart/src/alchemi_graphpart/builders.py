@@ -1,4 +1,4 @@
-"""For models that build their graph themselves, from all positions: what they build is cut down to this rank's share."""
+"""For models that build their graph themselves, from all positions: keep the edges of this rank's receivers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +11,15 @@ from alchemi_spec import MissingHandler
 
 
 def keep_owned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`original(*args, **kwargs)`, a builder of edges, of which those of this rank's receivers are kept, and tagged.
+    """Call `original(*args, **kwargs)`, which builds edges; keep the edges of this rank's receivers, and tag them.
 
-    It sees copies of its arguments with plain tensors, and returns a dict with `edge_index` (2, E), receivers second, and what
-    is per edge under other names that begin with `edge`; or `edge_index` alone; or a tuple of it and more, of which what has E
-    rows is per edge. Without a `ShardTensor` among its arguments it is left alone.
+    `original` gets copies of its arguments with plain tensors. It returns one of three things: `edge_index` (2, E), with the
+    receivers second; a tuple with `edge_index` first, whose other tensors with E rows are per-edge fields; or a dict with
+    `edge_index`, whose other names that begin with `edge` are per-edge fields. Without a `ShardTensor` among the arguments,
+    its result is returned unchanged.
 
     Raises:
-        MissingHandler: where it returns no `edge_index`, or is not shown the positions of all atoms.
+        MissingHandler: if it returns no `edge_index`, or does not get the positions of all atoms.
 
     """
     tagged = list(_tensors((args, kwargs)))
@@ -27,15 +28,15 @@ def keep_owned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     shard = tagged[0].shard
     if not any(t.rows is GLOBAL for t in tagged):
         raise MissingHandler(
-            "a builder of edges was shown this rank's atoms alone.\n"
-            'Give the model GraphParallelPolicy(geometry="replicated"), under which positions are all atoms\'.'
+            "the function that builds edges gets only this rank's atoms, so it would miss edges to atoms of other ranks.\n"
+            'Give the model GraphParallelPolicy(geometry="replicated"): then it gets the positions of all atoms.'
         )
     built = original(*_changed(args, _untagged), **_changed(kwargs, _untagged))
     edge_index = built.get("edge_index") if isinstance(built, Mapping) else built[0] if isinstance(built, tuple) else built
     if not isinstance(edge_index, Tensor) or edge_index.shape[:1] != (2,):
         raise MissingHandler(
-            f"a builder of edges returned {type(built).__name__} without an edge_index (2, E).\n"
-            f"Have it return one, first of a tuple or under that name in a dict, or write a replacement of its own."
+            f"the function that builds edges returned {type(built).__name__} without an edge_index (2, E).\n"
+            f"Let it return one: alone, first in a tuple, or by that name in a dict. Or write your own replacement."
         )
     mine = (shard.owners.rank[edge_index[1]] == shard.comm.rank).nonzero().flatten()
 
@@ -43,12 +44,12 @@ def keep_owned(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return _kept(value, edge_index, mine, shard)
 
     if isinstance(built, Mapping):
-        return _filled(built, {name: kept(value) for name, value in built.items() if name.startswith("edge")})
+        return _updated(built, {name: kept(value) for name, value in built.items() if name.startswith("edge")})
     return _changed(built, kept) if isinstance(built, tuple) else kept(built)
 
 
 def _kept(value: Any, edge_index: Tensor, mine: Tensor, shard: Shard) -> Any:
-    """What is kept of what has a row for each edge; anything else as it is."""
+    """The rows of owned receivers of a field with a row per edge; any other value unchanged."""
     if value is edge_index:
         return tag(edge_index[:, mine], shard, None, NODES, BOTH)
     if isinstance(value, Tensor) and value.ndim and len(value) == edge_index.shape[1]:
@@ -57,7 +58,7 @@ def _kept(value: Any, edge_index: Tensor, mine: Tensor, shard: Shard) -> Any:
 
 
 def _tensors(value: Any) -> Iterator[ShardTensor]:
-    """Those among arguments, also within containers."""
+    """The ShardTensors among arguments, also within containers."""
     if isinstance(value, ShardTensor):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
@@ -70,16 +71,16 @@ def _untagged(value: Any) -> Any:
 
 
 def _changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A copy of containers of any types, with each item changed."""
+    """A copy of nested containers, with `change` applied to each item."""
     if isinstance(value, Mapping):
-        return _filled(value, {name: _changed(item, change) for name, item in value.items()})
+        return _updated(value, {name: _changed(item, change) for name, item in value.items()})
     if isinstance(value, (list, tuple)):
         items = [_changed(item, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return change(value)
 
 
-def _filled(mapping: Any, items: Mapping[str, Any]) -> Any:
-    filled = copy.copy(mapping)
-    filled.update(items)
-    return filled
+def _updated(mapping: Any, items: Mapping[str, Any]) -> Any:
+    updated = copy.copy(mapping)
+    updated.update(items)
+    return updated

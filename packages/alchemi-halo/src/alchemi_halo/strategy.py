@@ -1,4 +1,4 @@
-"""Halo: partition by space. Owners by recursive bisection or a grid, ghosts by distance to the reader's region."""
+"""The halo strategy: partition by space. Ghosts are the remote atoms within the cutoff of owned atoms."""
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -7,24 +7,29 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from alchemi_halo.cuts import Cuts, Grid
-from alchemi_kernels import Frames, neighbours
+from alchemi_halo.bisection import RecursiveBisection
+from alchemi_halo.processor_grid import ProcessorGrid
+from alchemi_kernels import LatticeFrames, neighbour_list
 from alchemi_shardtensor import Comm, Edges, Routing, packed_all_to_all
+from alchemi_spec import StrategyKind
 
-SLACK = 1e-6
-"""Å added to the reach of an offer, against round-off; what no edge reads is not kept."""
+ROUND_OFF = 1e-6
+"""Å. Atoms are offered to other ranks up to this much beyond the cutoff, against round-off. Atoms that no edge reads are
+dropped again."""
 
 
 @dataclass(frozen=True)
 class HaloStrategy:
-    """Spatial decomposition, from each rank's own atoms alone, on the device that they are on.
+    """Spatial decomposition: each rank owns the atoms of a region. A rank needs only its own atoms to find the regions.
 
-    `cuts`: recursive bisection, balanced for any distribution of atoms, or a regular grid of ranks, of `shape` or of the
-    smallest surface. Positions are used as they are and never wrapped for the model.
+    `method`: recursive bisection, which balances any distribution of atoms, or a regular grid of ranks. `shape`: the ranks
+    of the grid along each cell vector; by default the shape with the smallest surface. Everything is computed on the
+    device of the atoms. Positions are not wrapped for the model.
     """
 
-    cuts: Literal["bisection", "grid"] = "bisection"
+    method: Literal["bisection", "grid"] = "bisection"
     shape: tuple[int, int, int] | None = None
+    kind = StrategyKind.HALO
 
     def partition(
         self,
@@ -34,42 +39,44 @@ class HaloStrategy:
         pbc: Tensor,
         comm: Comm,
         weights: Tensor | None = None,
-        n_ranks: int | None = None,
+        *,
         ids: Tensor | None = None,  # noqa: ARG002
-    ) -> Cuts | Grid:
-        """Share out space so that every rank's atoms (n, 3) Å have about the same sum of `weights` (n,), default 1 each.
+        n_ranks: int | None = None,
+    ) -> RecursiveBisection | ProcessorGrid:
+        """Divide space so that the atoms (n, 3) Å of every rank have about the same sum of `weights` (n,), default 1 each.
 
-        Weights are costs, such as a rank's measured step time over its number of atoms. `n_ranks`: for other ranks than these,
-        on paper. `ids` are not needed. Every rank must call it.
+        Weights are costs, for example the measured step time of a rank over its number of atoms; a grid does not use them.
+        `ids` are not used. `n_ranks`: plan for this many ranks instead of those of `comm`. Every rank must call it, with any
+        part of the atoms.
         """
         n_ranks = comm.size if n_ranks is None else n_ranks
-        frames = Frames.of(cell, pbc)
+        frames = LatticeFrames.of(cell, pbc)
         inside = frames.to(positions.device).wrapped(positions, batch)
-        if self.cuts == "grid":
-            return Grid.of(inside, batch, frames, comm, n_ranks, self.shape)
-        return Cuts.of(inside, batch, frames, comm, n_ranks, weights)
+        if self.method == "grid":
+            return ProcessorGrid.of(inside, batch, frames, comm, n_ranks, self.shape)
+        return RecursiveBisection.of(inside, batch, frames, comm, n_ranks, weights)
 
-    def connect(
+    def build_neighbour_list(
         self, positions: Tensor, batch: Tensor, cell: Tensor, pbc: Tensor, cutoff: float, comm: Comm, depth: int = 1
     ) -> Edges:
         """All edges within `cutoff` Å of this rank's atoms, and the routing of the remote atoms among their senders.
 
-        For `depth` 2 all edges of those senders, too, and so on: what so many layers need that exchange nothing.
-        `positions` (n_owned, 3) and `batch` (n_owned,) are this rank's, `cell` (B, 3, 3) and `pbc` (B, 3) all systems'.
-        Every rank must call it, also one without atoms. Bounds of regions are shared; atoms go only to peers within reach.
+        With `depth` 2 the list also has all edges of these senders, and so on: as many layers then need no exchange.
+        `positions` (n_owned, 3) and `batch` (n_owned,) are this rank's, `cell` (B, 3, 3) and `pbc` (B, 3) all systems'. Every
+        rank must call it, also a rank without atoms. Ranks tell each other the bounds of their regions, and send atoms only
+        to ranks whose regions are within the cutoff.
         """
-        lattices, n = Frames.of(cell, pbc), len(positions)
-        frames = lattices.to(positions.device)
+        on_host, n = LatticeFrames.of(cell, pbc), len(positions)
+        frames = on_host.to(positions.device)
         inside = frames.wrapped(positions, batch)
-        mine = frames.bounds(inside, batch)
-        offers = _offers(inside, batch, frames, mine, depth * cutoff + SLACK, comm)
+        offers = _offers(inside, batch, frames, depth * cutoff + ROUND_OFF, comm)
         offered, send = torch.cat(offers), [len(rows) for rows in offers]
         receive = comm.all_to_all(torch.tensor(send), [1] * comm.size, [1] * comm.size).tolist()
         fields = positions.double(), batch
-        more = packed_all_to_all(comm, [field[offered] for field in fields], send, receive)
-        points, systems = (torch.cat(both) for both in zip(fields, more, strict=True))
+        received = packed_all_to_all(comm, [field[offered] for field in fields], send, receive)
+        points, systems = (torch.cat(both) for both in zip(fields, received, strict=True))
 
-        sender, receiver, shifts = _pairs(points, systems, n, lattices, cutoff, depth)
+        sender, receiver, shifts = _pairs(points, systems, n, on_host, cutoff, depth)
         read = torch.zeros(len(points), dtype=torch.bool, device=points.device)
         read[sender] = True
         read = read[n:]
@@ -81,34 +88,35 @@ class HaloStrategy:
 
 def grid() -> HaloStrategy:
     """The strategy `halo-grid`: a regular grid of ranks."""
-    return HaloStrategy(cuts="grid")
+    return HaloStrategy(method="grid")
 
 
-def _offers(inside: Tensor, batch: Tensor, frames: Frames, mine: Tensor, reach: float, comm: Comm) -> list[Tensor]:
-    """For each rank the rows of mine that may lie within `reach` Å of its region; only regions near mine are looked at."""
+def _offers(inside: Tensor, batch: Tensor, frames: LatticeFrames, distance: float, comm: Comm) -> list[Tensor]:
+    """For each rank, the rows of this rank's atoms that may lie within `distance` Å of that rank's region."""
+    mine = frames.bounds(inside, batch)
     present = mine[:, 0, 0].isfinite().nonzero().flatten()
     regions = torch.cat([present[:, None].double(), mine[present].flatten(1)], dim=1)
     counts = comm.all_gather(torch.tensor(len(regions))).tolist()
     regions = comm.all_gather_rows(regions, counts)
     system, box = regions[:, 0].long(), regions[:, 1:].view(-1, 2, 3)
     own = mine[system]
-    near = frames.within(reach, box, own[:, 0], own[:, 1], system) & own[:, 0, 0].isfinite()
+    near = frames.within(distance, box, own[:, 0], own[:, 1], system) & own[:, 0, 0].isfinite()
     owner = torch.repeat_interleave(torch.arange(comm.size), torch.tensor(counts)).tolist()
     offers = [torch.zeros(0, dtype=torch.long, device=inside.device)] * comm.size
     for k in near.nonzero().flatten().tolist():
         if owner[k] != comm.rank:
             rows = (batch == system[k]).nonzero().flatten()
-            close = frames.within(reach, box[k : k + 1], inside[rows], inside[rows], batch[rows])
+            close = frames.within(distance, box[k : k + 1], inside[rows], inside[rows], batch[rows])
             offers[owner[k]] = torch.cat([offers[owner[k]], rows[close]])
     return offers
 
 
 def _pairs(
-    points: Tensor, batch: Tensor, n_owned: int, lattices: Frames, cutoff: float, depth: int
+    points: Tensor, batch: Tensor, n_owned: int, frames: LatticeFrames, cutoff: float, depth: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Senders (E,), receivers (E,) and shifts (E, 3) of the pairs within `cutoff`, sorted by receiver.
 
-    Receivers are owned, or send to an owned one over fewer than `depth` edges. `lattices` are on the host.
+    Receivers are owned atoms, and atoms from which fewer than `depth` edges lead to an owned one. `frames` are on the host.
     """
     found = []
     for system in batch[:n_owned].unique().tolist():
@@ -116,12 +124,12 @@ def _pairs(
         near, new = points[rows], rows < n_owned
         receives = new
         for _ in range(depth):
-            vectors, periodic = lattices.vectors[system], lattices.periodic[system]
-            i, j, shifts = neighbours(near, new.nonzero().flatten(), vectors, periodic, cutoff)
+            vectors, periodic = frames.vectors[system], frames.periodic[system]
+            i, j, shifts = neighbour_list(near, new.nonzero().flatten(), vectors, periodic, cutoff)
             new = torch.zeros_like(receives).index_fill_(0, j, True) & ~receives
             receives = receives | new
             found.append((j, i, shifts) if len(rows) == len(points) else (rows[j], rows[i], shifts))
-    if len(found) == 1:  # one search is in order
+    if len(found) == 1:  # the result of one search is sorted
         return found[0]
     none = batch.new_empty(0, dtype=torch.long)
     sender, receiver, shifts = (torch.cat(parts) for parts in zip((none, none, points.new_empty(0, 3)), *found, strict=True))
@@ -130,7 +138,7 @@ def _pairs(
 
 
 def _counts(mask: Tensor, splits: list[int]) -> tuple[int, ...]:
-    """How many of each part of `mask` are set."""
+    """How many rows of each part of `mask` are set; `splits` are the lengths of the parts."""
     total = [0, *mask.long().cumsum(0).tolist()]
     ends = [0, *accumulate(splits)]
     return tuple(total[b] - total[a] for a, b in pairwise(ends))

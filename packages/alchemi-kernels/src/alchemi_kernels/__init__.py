@@ -1,7 +1,8 @@
-"""Physical potentials on a neighbour list, each in one pass: Triton on CUDA, plain torch elsewhere. And such lists."""
+"""Neighbour lists, and physical potentials on them: one Triton kernel on CUDA, plain torch elsewhere."""
 
-from alchemi_kernels.frames import Frames
-from alchemi_kernels.neighbours import neighbours
-from alchemi_kernels.pairs import FullList, PairSums, lennard_jones
+from alchemi_kernels.lattice_frames import LatticeFrames
+from alchemi_kernels.lennard_jones import lennard_jones
+from alchemi_kernels.neighbour_list import neighbour_list
+from alchemi_kernels.pair_lists import FullList, PairSums
 
-__all__ = ["Frames", "FullList", "PairSums", "lennard_jones", "neighbours"]
+__all__ = ["FullList", "LatticeFrames", "PairSums", "lennard_jones", "neighbour_list"]

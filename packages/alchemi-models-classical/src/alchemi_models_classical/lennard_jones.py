@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from alchemi_kernels import FullList, lennard_jones
-from alchemi_shardtensor import PADDED, STALE, ShardTensor, plain, tag
+from alchemi_shardtensor import PADDED, STALE, ShardTensor, plain, tag, to_local_ids
 from alchemi_spec import SPEC_LJ_HALO
 
 
@@ -54,8 +54,8 @@ def _reached(data: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Positions of the rows that edges count, this rank's and its ghosts', and the edges (2, E); one exchange at most."""
     positions, edge_index = data["positions"], data["edge_index"]
     if isinstance(edge_index, ShardTensor) and edge_index.shard.storage.global_ids:
-        routing, edge_index = edge_index.shard.storage.localized(edge_index.shard, edge_index)
-        return routing.padded(plain(positions)), edge_index
+        routing, edge_index = to_local_ids(edge_index.shard, edge_index)
+        return routing.with_ghosts(plain(positions)), edge_index
     points = positions[data["nodes"]] if "nodes" in data else positions
     return plain(points), plain(edge_index)
 

@@ -1,23 +1,14 @@
-"""A torch.Tensor that knows its rows are one rank's share, and everything that ranks say to each other."""
+"""A torch.Tensor that knows its rows are one rank's part, and the collectives between ranks."""
 
-from alchemi_shardtensor.adapters import adapted, unscripted, wrap_custom_op
-from alchemi_shardtensor.capture import Captured, SideStream
-from alchemi_shardtensor.collectives import (
-    all_gather_rows,
-    max_over_ranks,
-    min_over_ranks,
-    packed_all_to_all,
-    reduce_scatter_rows,
-    sum_over_ranks,
-)
-from alchemi_shardtensor.comm import Comm, Traffic
-from alchemi_shardtensor.config import DomainConfig
-from alchemi_shardtensor.launch import RankPool, comm_from_environment
-from alchemi_shardtensor.layouts import find_layout
-from alchemi_shardtensor.routing import Edges, Owners, Routing
-from alchemi_shardtensor.storage import Storage, brought
-from alchemi_shardtensor.table import HandlerTable, Rule, handles, points_at, rows_are
-from alchemi_shardtensor.tensor import (
+from alchemi_shardtensor.capture import CapturedStep, HostSyncDetector, SideStream, compile_step
+from alchemi_shardtensor.dispatch import HandlerTable, ShardTensor, find_layout, make_shard, shard_of
+from alchemi_shardtensor.rules.adapters import wrap_custom_op
+from alchemi_shardtensor.rules.exchange import drop_ghosts, keep_ghosts, prefetch_ghosts, to_local_ids
+from alchemi_shardtensor.rules.patches import adapted, unscripted
+from alchemi_shardtensor.rules.rule import Rule, handles, needs_index, points_at, rows_are
+from alchemi_shardtensor.rules.shard import Shard, tag, tag_all_rows, trace
+from alchemi_shardtensor.storage import ShardCache, Storage, TraceEvent
+from alchemi_shardtensor.tag import (
     BOTH,
     EDGE,
     GLOBAL,
@@ -31,13 +22,26 @@ from alchemi_shardtensor.tensor import (
     STALE,
     SYSTEM,
     SYSTEMS,
-    Fired,
-    Shard,
-    ShardTensor,
+    TaggedTensor,
     plain,
-    tag,
-    tag_all,
-    trace,
+)
+from alchemi_shardtensor.transport import (
+    Comm,
+    DomainConfig,
+    Edges,
+    Owners,
+    Partition,
+    RankPool,
+    Routing,
+    Strategy,
+    Traffic,
+    all_gather_rows,
+    comm_from_environment,
+    max_over_ranks,
+    min_over_ranks,
+    packed_all_to_all,
+    reduce_scatter_rows,
+    sum_over_ranks,
 )
 
 __all__ = [
@@ -54,37 +58,49 @@ __all__ = [
     "STALE",
     "SYSTEM",
     "SYSTEMS",
-    "Captured",
+    "CapturedStep",
     "Comm",
     "DomainConfig",
     "Edges",
-    "Fired",
     "HandlerTable",
+    "HostSyncDetector",
     "Owners",
+    "Partition",
     "RankPool",
     "Routing",
     "Rule",
     "Shard",
+    "ShardCache",
     "ShardTensor",
     "SideStream",
     "Storage",
+    "Strategy",
+    "TaggedTensor",
+    "TraceEvent",
     "Traffic",
     "adapted",
     "all_gather_rows",
-    "brought",
     "comm_from_environment",
+    "compile_step",
+    "drop_ghosts",
     "find_layout",
     "handles",
+    "keep_ghosts",
+    "make_shard",
     "max_over_ranks",
     "min_over_ranks",
+    "needs_index",
     "packed_all_to_all",
     "plain",
     "points_at",
+    "prefetch_ghosts",
     "reduce_scatter_rows",
     "rows_are",
+    "shard_of",
     "sum_over_ranks",
     "tag",
-    "tag_all",
+    "tag_all_rows",
+    "to_local_ids",
     "trace",
     "unscripted",
     "wrap_custom_op",

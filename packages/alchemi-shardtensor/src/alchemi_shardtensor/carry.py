@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 from alchemi_shardtensor.arguments import base, bind
-from alchemi_shardtensor.collectives import sum_over_ranks
 from alchemi_shardtensor.contract import CONTRACTIONS, contracts_rows
 from alchemi_shardtensor.moves import MOVES
 from alchemi_shardtensor.pointwise import POINTWISE
-from alchemi_shardtensor.tensor import (
+from alchemi_shardtensor.rules.shard import Shard
+from alchemi_shardtensor.tag import (
     EDGE,
     GLOBAL,
     LOST,
@@ -21,15 +21,17 @@ from alchemi_shardtensor.tensor import (
     PADDED,
     PARTIAL,
     REPLICATED,
-    SHARE,
+    SHARDED,
     STALE,
     SYSTEM,
     Ends,
     Rows,
-    Shard,
-    ShardTensor,
+    TaggedTensor,
+    attach,
+    make_tag,
     tag_in_place,
 )
+from alchemi_shardtensor.transport import sum_over_ranks
 from alchemi_spec import MissingHandler
 
 _REDUCTIONS = frozenset(
@@ -71,7 +73,7 @@ def plan_of(op: Any) -> Plan:
 
 
 def carried_alone(
-    plan: Plan, result: Any, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any] | None
+    plan: Plan, result: Any, source: TaggedTensor, args: tuple[Any, ...], kwargs: dict[str, Any], named: dict[str, Any] | None
 ) -> bool:
     """The short way for an operation on one tensor whose rows are known; False where it takes the long one.
 
@@ -98,15 +100,14 @@ def carried_alone(
         dim = found
     else:
         return False
-    result.__class__ = ShardTensor
-    result.tag = mark if dim == mark.row_dim else mark.shard.tag(rows, row_dim=dim)  # type: ignore[attr-defined]
+    attach(result, source.shard, mark if dim == mark.row_dim else make_tag(rows, row_dim=dim))
     return True
 
 
 _HOLDERS = (Tensor, tuple, list)
 
 
-def carried_row_by_row(result: Any, sources: list[ShardTensor]) -> bool:
+def carried_row_by_row(result: Any, sources: list[TaggedTensor]) -> bool:
     """The short way for a pointwise operation on tensors with one tag, each row of the result made of the same of theirs."""
     first = sources[0]
     mark, d, ndim = first.tag, first.tag.row_dim, first.ndim
@@ -118,8 +119,7 @@ def carried_row_by_row(result: Any, sources: list[ShardTensor]) -> bool:
             return False
     if mark.rows is not SYSTEM and (not ndim or result.size(d) != n):
         return False
-    result.__class__ = ShardTensor
-    result.tag = mark  # type: ignore[attr-defined]
+    attach(result, first.shard, mark)
     return True
 
 
@@ -127,7 +127,7 @@ def carry(
     op: Callable[..., Any],
     result: Any,
     shard: Shard,
-    sources: list[ShardTensor],
+    sources: list[TaggedTensor],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
@@ -148,9 +148,9 @@ def carry(
             f"{op} was handed an index that points at other rows: what it gathers or adds inside cannot be seen.\n"
             f"Use a module before it was scripted, or a MethodAdapter; say with an OpAdapter what an operator needs."
         )
-    if name == "expand_as" and getattr(args[0], "rows", None) not in SHARE and isinstance(args[1], ShardTensor):
+    if name == "expand_as" and getattr(args[0], "rows", None) not in SHARDED and isinstance(args[1], TaggedTensor):
         return tag_in_place(result, shard, args[1].rows, row_dim=args[1].row_dim)
-    if not plan.in_place:  # an argument that comes back is the caller's own
+    if not plan.in_place:  # an argument that comes back is the caller's owned_rows
         for a in args:
             if a is result:
                 return result
@@ -162,7 +162,7 @@ def carry(
         target, end = found[0].tag.points_at, _end(name, found)
     if any(s.tag.rows is PARTIAL for s in sources):
         return tag_in_place(result, shard, PARTIAL if _is_linear(name, args) and result.is_floating_point() else LOST)
-    shares = [s for s in sources if s.tag.rows in SHARE]
+    shares = [s for s in sources if s.tag.rows in SHARDED]
     if not shares:
         rows = _replicated(result, sources)
         return tag_in_place(result, shard, rows, target, end) if rows or target else result
@@ -219,13 +219,13 @@ def _numbers_rows(name: str, args: tuple[Any, ...]) -> bool:
 def tag_base(view: Any) -> None:
     """After a write through a view: what it is a view of has changed with it."""
     base = view._base if isinstance(view, Tensor) else None
-    if base is None or not isinstance(view, ShardTensor) or view.tag.rows in REPLICATED:
+    if base is None or not isinstance(view, TaggedTensor) or view.tag.rows in REPLICATED:
         return
-    shard, rows = view.tag.shard, view.tag.rows
+    shard, rows = view.shard, view.tag.rows
     alike = (
         view.ndim and base.ndim and view.tag.row_dim == 0 and view.size(0) == base.size(0) and view.stride(0) == base.stride(0)
     )
-    if not isinstance(base, ShardTensor) or base.tag.rows in (SYSTEM, GLOBAL, None):
+    if not isinstance(base, TaggedTensor) or base.tag.rows in (SYSTEM, GLOBAL, None):
         tag_in_place(base, shard, rows if alike else LOST)
     elif base.tag.rows is PADDED or rows is LOST:
         tag_in_place(base, shard, STALE if rows is not LOST else LOST, row_dim=base.tag.row_dim)
@@ -247,17 +247,17 @@ def _is_linear(name: str, args: tuple[Any, ...]) -> bool:
     return name in _LINEAR and all(parts) and not shifted and (not scaled or len(parts) == 1)
 
 
-def _replicated(result: Tensor, sources: list[ShardTensor]) -> Rows | None:
+def _replicated(result: Tensor, sources: list[TaggedTensor]) -> Rows | None:
     """Made of what every rank has alike: still all atoms where it has as many rows as they."""
     kept = (s.tag.rows is GLOBAL and result.ndim and s.ndim and len(result) == len(s) for s in sources)
     return GLOBAL if any(kept) else SYSTEM if any(s.tag.rows in REPLICATED for s in sources) else None
 
 
 def _point_no_more(part: Any) -> Any:
-    return tag_in_place(part, part.shard, part.rows, row_dim=part.row_dim) if isinstance(part, ShardTensor) else part
+    return tag_in_place(part, part.shard, part.rows, row_dim=part.row_dim) if isinstance(part, TaggedTensor) else part
 
 
-def _end(name: str, found: list[ShardTensor]) -> Ends:
+def _end(name: str, found: list[TaggedTensor]) -> Ends:
     """Indices of one end keep it in any shape; an edge_index keeps its two where its rows stay in their places."""
     end = found[0].end
     if any(s.end != end for s in found) or (isinstance(end, tuple) and name not in _SAME_PLACES):
@@ -265,7 +265,7 @@ def _end(name: str, found: list[ShardTensor]) -> Ends:
     return end
 
 
-def _row_dim(plan: Plan, result: Tensor, source: ShardTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def _row_dim(plan: Plan, result: Tensor, source: TaggedTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
     """Which dim of the result enumerates the source's rows, or None if none does."""
     if _numbers_rows(plan.name, args):
         return 0
@@ -296,7 +296,7 @@ def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
             yield from _tensors(a)
 
 
-def _reduced(s: ShardTensor, named: dict[str, Any]) -> int | None:
+def _reduced(s: TaggedTensor, named: dict[str, Any]) -> int | None:
     """The rows after a reduction over other dims."""
     dim = named.get("dim")
     if type(dim) is int:

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alchemi_shardtensor.tensor import EDGE, OWNED, ShardTensor
+from alchemi_shardtensor.tag import EDGE, OWNED, TaggedTensor
 
 CONTRACTIONS = frozenset(
     "einsum matmul mm bmm mv dot vdot inner outer linear bilinear tensordot __matmul__ __rmatmul__ cdist".split()
@@ -13,7 +13,7 @@ CONTRACTIONS = frozenset(
 """Operations that sum over a dim that two tensors share, or pair all rows with all."""
 
 
-def einsummed(s: ShardTensor, equation: str, *operands: Any) -> int | None:
+def einsummed(s: TaggedTensor, equation: str, *operands: Any) -> int | None:
     """Where the letter of the rows stands in the output; None where it is summed, repeated, or differs between terms."""
     terms, output = _terms(equation, operands)
     places = set()
@@ -44,12 +44,12 @@ def _letters(term: str, ndim: int, dots: int) -> list[str]:
     return [*before, *(f".{k}" for k in range(dots - n, dots)), *after]
 
 
-def linear(s: ShardTensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int | None:
+def linear(s: TaggedTensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> int | None:
     """Rows of the input, unless they are along its last dim."""
     return s.row_dim if s is input and s is not weight and s is not bias and s.row_dim < s.ndim - 1 else None
 
 
-def multiplied(s: ShardTensor, a: Tensor, b: Tensor) -> int | None:
+def multiplied(s: TaggedTensor, a: Tensor, b: Tensor) -> int | None:
     """Rows that are not contracted: of a in front of its last dim, of b in its last or before its last two."""
     ndim = max(a.ndim, b.ndim) - (a.ndim == 1) - (b.ndim == 1)
     if a is b or (s is a and s.row_dim == a.ndim - 1):
@@ -60,7 +60,7 @@ def multiplied(s: ShardTensor, a: Tensor, b: Tensor) -> int | None:
     return None if b.ndim == 1 or from_end == 2 else ndim - from_end + (a.ndim == 1 and from_end > 2)
 
 
-def tensordotted(s: ShardTensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> int | None:
+def tensordotted(s: TaggedTensor, a: Tensor, b: Tensor, dims: Any = 2, out: None = None) -> int | None:
     """Of a what is left, then of b what is left."""
     in_a, in_b = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
     gone_a, gone_b = ({d % t.ndim for d in ([ds] if isinstance(ds, int) else ds)} for t, ds in ((a, in_a), (b, in_b)))
@@ -94,10 +94,10 @@ _PRODUCTS = frozenset("matmul mm bmm mv __matmul__ __rmatmul__".split())
 
 
 def _is_whole_share(x: Any) -> bool:
-    return isinstance(x, ShardTensor) and x.rows in (OWNED, EDGE)
+    return isinstance(x, TaggedTensor) and x.rows in (OWNED, EDGE)
 
 
-def _pairs_rows(a: ShardTensor, b: ShardTensor, dims: Any) -> bool:
+def _pairs_rows(a: TaggedTensor, b: TaggedTensor, dims: Any) -> bool:
     in_a, in_b = (range(a.ndim - dims, a.ndim), range(dims)) if isinstance(dims, int) else dims
     pairs = zip([in_a] if isinstance(in_a, int) else in_a, [in_b] if isinstance(in_b, int) else in_b, strict=True)
     return (a.row_dim, b.row_dim) in {(d % a.ndim, e % b.ndim) for d, e in pairs}

@@ -9,45 +9,45 @@ from torch import Tensor
 
 from alchemi_shardtensor.arguments import bind
 from alchemi_shardtensor.contract import einsummed, linear, multiplied, tensordotted
-from alchemi_shardtensor.tensor import ShardTensor
+from alchemi_shardtensor.tag import TaggedTensor
 
 _ALONG = tuple("sort argsort topk softmax log_softmax softmin cumsum cumprod logcumsumexp cummax cummin normalize".split())
 """Operations along one dim."""
 
 
-def _unsqueezed(s: ShardTensor, x: Any, dim: int = 0) -> int:
+def _unsqueezed(s: TaggedTensor, x: Any, dim: int = 0) -> int:
     return s.row_dim + (dim % (s.ndim + 1) <= s.row_dim)
 
 
-def _swapped(s: ShardTensor, x: Tensor, dim0: int, dim1: int) -> int:
+def _swapped(s: TaggedTensor, x: Tensor, dim0: int, dim1: int) -> int:
     a, b = dim0 % s.ndim, dim1 % s.ndim
     return b if s.row_dim == a else a if s.row_dim == b else s.row_dim
 
 
-def _moved(s: ShardTensor, x: Tensor, source: Any, destination: Any) -> int:
+def _moved(s: TaggedTensor, x: Tensor, source: Any, destination: Any) -> int:
     order = torch.empty([1] * s.row_dim + [2] + [1] * (s.ndim - s.row_dim - 1)).movedim(source, destination)
     return order.shape.index(2)
 
 
-def _permuted(s: ShardTensor, x: Tensor, *order: Any, dims: Any = None) -> int:
+def _permuted(s: TaggedTensor, x: Tensor, *order: Any, dims: Any = None) -> int:
     given = dims if dims is not None else order[0] if isinstance(order[0], (tuple, list)) else order
     return [d % s.ndim for d in given].index(s.row_dim)
 
 
-def _transposed(s: ShardTensor, x: Tensor) -> int:
+def _transposed(s: TaggedTensor, x: Tensor) -> int:
     return s.ndim - 1 - s.row_dim
 
 
-def _last_two(s: ShardTensor, x: Tensor) -> int:
+def _last_two(s: TaggedTensor, x: Tensor) -> int:
     return _swapped(s, x, -1, -2)
 
 
-def _prepended(s: ShardTensor, x: Tensor, *sizes: Any, **_: Any) -> int:
+def _prepended(s: TaggedTensor, x: Tensor, *sizes: Any, **_: Any) -> int:
     shape = sizes[0] if sizes and isinstance(sizes[0], (tuple, list)) else sizes
     return s.row_dim + max(len(shape) - s.ndim, 0)
 
 
-def _selected(s: ShardTensor, x: Tensor, dim: int, index: Any) -> int | None:
+def _selected(s: TaggedTensor, x: Tensor, dim: int, index: Any) -> int | None:
     d = dim % s.ndim
     return None if d == s.row_dim else s.row_dim - (d < s.row_dim)
 
@@ -55,7 +55,7 @@ def _selected(s: ShardTensor, x: Tensor, dim: int, index: Any) -> int | None:
 def _along(name: str) -> Callable[..., int | None]:
     """Operations along one dim that leave every other as it is."""
 
-    def place(s: ShardTensor, *args: Any, **kwargs: Any) -> int | None:
+    def place(s: TaggedTensor, *args: Any, **kwargs: Any) -> int | None:
         dim = bind(name, args, kwargs).get("dim")
         return s.row_dim if isinstance(dim, int) and dim % s.ndim != s.row_dim else None
 
@@ -67,55 +67,55 @@ def _beyond(trailing: int) -> Callable[..., int | None]:
     return lambda s, *_, **__: s.row_dim if s.row_dim < s.ndim - trailing else None
 
 
-def _first(s: ShardTensor, input: Tensor, *_: Any, **__: Any) -> int | None:
+def _first(s: TaggedTensor, input: Tensor, *_: Any, **__: Any) -> int | None:
     return 0 if s is input and s.row_dim == 0 else None
 
 
-def _not_along(s: ShardTensor, input: Tensor, dim: int, *_: Any, **__: Any) -> int | None:
+def _not_along(s: TaggedTensor, input: Tensor, dim: int, *_: Any, **__: Any) -> int | None:
     return s.row_dim if dim % input.ndim != s.row_dim else None
 
 
-def _flipped(s: ShardTensor, input: Tensor, *given: Any, dims: Any = None) -> int | None:
+def _flipped(s: TaggedTensor, input: Tensor, *given: Any, dims: Any = None) -> int | None:
     return _rolled(s, input, None, given[0] if given and isinstance(given[0], (tuple, list)) else given or dims)
 
 
-def _rolled(s: ShardTensor, input: Tensor, shifts: Any, dims: Any = None) -> int | None:
+def _rolled(s: TaggedTensor, input: Tensor, shifts: Any, dims: Any = None) -> int | None:
     listed = [dims] if isinstance(dims, int) else dims
     return None if not listed or any(d % s.ndim == s.row_dim for d in listed) else s.row_dim
 
 
-def _unflattened(s: ShardTensor, x: Tensor, dim: int, sizes: Any) -> int | None:
+def _unflattened(s: TaggedTensor, x: Tensor, dim: int, sizes: Any) -> int | None:
     d = dim % s.ndim
     return None if d == s.row_dim else s.row_dim + (len(sizes) - 1) * (d < s.row_dim)
 
 
-def _split(s: ShardTensor, x: Tensor, *args: Any, dim: int = 0, **_: Any) -> int | None:
+def _split(s: TaggedTensor, x: Tensor, *args: Any, dim: int = 0, **_: Any) -> int | None:
     d = args[1] if len(args) > 1 else dim
     return None if d % s.ndim == s.row_dim else s.row_dim
 
 
-def _padded_last(s: ShardTensor, input: Tensor, pad: Any, *_: Any, **__: Any) -> int | None:
+def _padded_last(s: TaggedTensor, input: Tensor, pad: Any, *_: Any, **__: Any) -> int | None:
     return s.row_dim if s.row_dim < s.ndim - len(pad) // 2 else None
 
 
-def _crossed(s: ShardTensor, a: Tensor, b: Tensor, dim: int | None = -1, **_: Any) -> int | None:
+def _crossed(s: TaggedTensor, a: Tensor, b: Tensor, dim: int | None = -1, **_: Any) -> int | None:
     return s.row_dim if a.ndim == b.ndim and dim is not None and dim % s.ndim != s.row_dim else None
 
 
-def _layer_normed(s: ShardTensor, input: Tensor, normalized_shape: Any, *_: Any, **__: Any) -> int | None:
+def _layer_normed(s: TaggedTensor, input: Tensor, normalized_shape: Any, *_: Any, **__: Any) -> int | None:
     return s.row_dim if s is input and s.row_dim < s.ndim - len(normalized_shape) else None
 
 
-def _index_selected(s: ShardTensor, input: Tensor, dim: int, index: Tensor) -> int | None:
+def _index_selected(s: TaggedTensor, input: Tensor, dim: int, index: Tensor) -> int | None:
     return dim % input.ndim if s is index else s.row_dim if dim % input.ndim != s.row_dim else None
 
 
-def _flattened(s: ShardTensor, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> int:
+def _flattened(s: TaggedTensor, x: Tensor, start_dim: int = 0, end_dim: int = -1) -> int:
     start, end = start_dim % s.ndim, end_dim % s.ndim
     return s.row_dim if s.row_dim <= start else start if s.row_dim <= end else s.row_dim - (end - start)
 
 
-def _viewed(s: ShardTensor, x: Tensor, *sizes: Any, **named: Any) -> int | None:
+def _viewed(s: TaggedTensor, x: Tensor, *sizes: Any, **named: Any) -> int | None:
     """Rows stay where they are while what stands before them does; merged with what follows, each is still a share."""
     given = named.get("shape", named.get("size", sizes[0] if len(sizes) == 1 else sizes))
     if isinstance(given, torch.dtype):
@@ -131,22 +131,22 @@ def _viewed(s: ShardTensor, x: Tensor, *sizes: Any, **named: Any) -> int | None:
     return r if shape[r] == s.shape[r] or (shape[r] == -1 and wanted > 0 and of_one % wanted == 0) else None
 
 
-def _concatenated(s: ShardTensor, tensors: Any, dim: int = 0) -> int | None:
+def _concatenated(s: TaggedTensor, tensors: Any, dim: int = 0) -> int | None:
     mixed = dim % s.ndim == s.row_dim and any(getattr(t, "rows", None) is not s.rows for t in tensors)
     return None if mixed else s.row_dim
 
 
-def _squeezed(s: ShardTensor, x: Tensor, dim: Any = None) -> int | None:
+def _squeezed(s: TaggedTensor, x: Tensor, dim: Any = None) -> int | None:
     dims = range(s.ndim) if dim is None else dim if isinstance(dim, (tuple, list)) else (dim,)
     gone = {d % s.ndim for d in dims if s.shape[d] == 1}
     return None if s.row_dim in gone else s.row_dim - sum(d < s.row_dim for d in gone)
 
 
-def _repeated(s: ShardTensor, x: Tensor, repeats: Any, dim: int | None = None, **_: Any) -> int | None:
+def _repeated(s: TaggedTensor, x: Tensor, repeats: Any, dim: int | None = None, **_: Any) -> int | None:
     return s.row_dim if dim is not None or s.ndim == 1 else None
 
 
-def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
+def indexed(s: TaggedTensor, x: Tensor, index: Any) -> int | None:
     """Which dim of x[index] enumerates the rows of `s`, which is x itself or one of the indices.
 
     The tensors and lists of an index become one block of dims where the first of them stands, or in front of all if a
@@ -179,7 +179,7 @@ def indexed(s: ShardTensor, x: Tensor, index: Any) -> int | None:
     return None if inside is None or block is None else block + inside
 
 
-def row_part(x: ShardTensor, index: Any) -> Any:
+def row_part(x: TaggedTensor, index: Any) -> Any:
     """The part of an index that selects among x's rows."""
     place = 0
     for p in _without_ellipsis(x, index):

@@ -1,4 +1,4 @@
-"""What a model declares so that alchemi can run it on many GPUs. No torch here: plain values, JSON in and out."""
+"""The values by which a model declares how alchemi can run it on many GPUs. They need no torch, and are saved as JSON."""
 
 from alchemi_spec.adapters import (
     AllReduceSum,
@@ -14,7 +14,17 @@ from alchemi_spec.adapters import (
     SliceOutputsOwned,
     SliceOwned,
 )
-from alchemi_spec.contract import FIELDS, Field, Level, Model, ModelInput, ModelOutput, check_elements
+from alchemi_spec.contract import (
+    FIELDS,
+    Field,
+    HasEdgeLists,
+    Level,
+    Model,
+    ModelInput,
+    ModelOutput,
+    ValidatesStructures,
+    check_elements,
+)
 from alchemi_spec.errors import (
     AlchemiError,
     InputError,
@@ -67,6 +77,7 @@ __all__ = [
     "GatherRule",
     "GraphParallelPolicy",
     "HaloStoragePolicy",
+    "HasEdgeLists",
     "InputError",
     "InputTransform",
     "InvalidCell",
@@ -96,5 +107,6 @@ __all__ = [
     "StrategyKind",
     "UnsupportedElement",
     "UntrustedPickle",
+    "ValidatesStructures",
     "check_elements",
 ]

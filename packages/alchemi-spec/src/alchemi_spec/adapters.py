@@ -1,4 +1,4 @@
-"""What the runtime puts around an opaque op, and in the place of a method or a function; all by name."""
+"""Adapters: how the runtime wraps an opaque op, and which function replaces a method or function. All are kept by name."""
 
 import sys
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from alchemi_spec.errors import SpecError
-from alchemi_spec.value import FrozenDict, Table, Value, rewording
+from alchemi_spec.value import FrozenDict, Table, Value, converts_arguments
 
 
 class GatherInputs(Value):
@@ -17,19 +17,19 @@ class GatherInputs(Value):
 
 
 class GatherInputsFull(Value):
-    """Owned rows (n_owned, *F) -> all nodes' rows (N, *F) in global order, by an all-gather."""
+    """Owned rows (n_owned, *F) -> the rows of all nodes (N, *F) in global order, by an all-gather."""
 
     kind: Literal["gather_inputs_full"] = "gather_inputs_full"
 
 
 class SliceOwned(Value):
-    """Padded or global rows -> owned rows (n_owned, *F), so that each atom is counted on one rank."""
+    """[owned | ghost] or global rows -> owned rows (n_owned, *F), so that each atom is counted on one rank."""
 
     kind: Literal["slice_owned"] = "slice_owned"
 
 
 class ScatterOutputs(Value):
-    """[owned | ghost] partial rows -> owned rows (n_owned, *F), the ghosts' share summed into their owners by the reverse."""
+    """Partial [owned | ghost] rows -> owned rows (n_owned, *F). The reverse adds ghost rows to the rows of their owners."""
 
     kind: Literal["scatter_outputs"] = "scatter_outputs"
 
@@ -41,13 +41,13 @@ class AllReduceSum(Value):
 
 
 class SliceOutputsOwned(Value):
-    """Padded or global rows that are whole -> owned rows (n_owned, *F)."""
+    """Complete [owned | ghost] or global rows -> owned rows (n_owned, *F)."""
 
     kind: Literal["slice_outputs_owned"] = "slice_outputs_owned"
 
 
 class SameRows(Value):
-    """Rows (n, *F) made one by one of those of the arguments, also within lists, that have as many: of the same kind."""
+    """Rows (n, *F), each computed from one row of the arguments (also within lists) that have n rows: the same kind of rows."""
 
     kind: Literal["same_rows"] = "same_rows"
 
@@ -57,10 +57,10 @@ OutputTransform = Annotated[ScatterOutputs | AllReduceSum | SliceOutputsOwned | 
 
 
 def name_of(live: object) -> str:
-    """`module:qualname` of a function or class; a name as it is.
+    """The name `module:qualname` of a function or class. A name is returned unchanged.
 
     Raises:
-        SpecError: where no such name leads back to it.
+        SpecError: if the object cannot be found by this name.
 
     """
     if isinstance(live, str):
@@ -71,18 +71,18 @@ def name_of(live: object) -> str:
         found = getattr(found, part, None)
     if found is not live or not qualname:
         raise SpecError(
-            f"{live!r} has no name that leads back to it, as lambdas, local functions and partials have none: define it at the "
-            f"top level of a module"
+            f"{live!r} has no name by which it can be found again. Lambdas, local functions and partials have none: "
+            f"define it at the top level of a module"
         )
     return f"{module}:{qualname}"
 
 
 def name_of_op(op: object) -> str:
-    """`ns::name` of a torch op's packet or default overload, `ns::name.overload` of another; else as `name_of`."""
-    for attribute in ("_qualified_op_name", "_qualname"):  # of an OpOverloadPacket; of a torch.library.custom_op
+    """The name of a torch op: `ns::name` for a packet or its default overload, else `ns::name.overload`. Else as `name_of`."""
+    for attribute in ("_qualified_op_name", "_qualname"):  # OpOverloadPacket and torch.library.custom_op have these
         if isinstance(name := getattr(op, attribute, None), str):
             return name
-    name = getattr(op, "name", None)  # of an OpOverload
+    name = getattr(op, "name", None)  # OpOverload has this
     return str(name()) if callable(name) else name_of(op)
 
 
@@ -104,36 +104,36 @@ def _op(name: str) -> str:
     if not colons:
         return _function(name)
     if op.count(".") > 1:
-        raise ValueError(f"{name!r} is no op: write 'ns::name', or 'ns::name.overload'")
+        raise ValueError(f"{name!r} is not the name of an op: write 'ns::name', or 'ns::name.overload'")
     return f"{_dotted(namespace)}::{_dotted(op.removesuffix('.default'))}"
 
 
-def _place(key: object) -> object:
+def _argument(key: object) -> object:
     if isinstance(key, int) and key < 0:
-        raise ValueError(f"position {key}: count from the front, from 0")
+        raise ValueError(f"position {key}: count from the front, starting at 0")
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 Dotted = Annotated[str, AfterValidator(_dotted)]
 FunctionName = Annotated[str, BeforeValidator(name_of), AfterValidator(_function)]
 OpName = Annotated[str, BeforeValidator(name_of_op), AfterValidator(_op)]
-Place = Annotated[int | str, BeforeValidator(_place)]
+Argument = Annotated[int | str, BeforeValidator(_argument)]
 NONE: FrozenDict[Any, Any] = FrozenDict()
 
 
 class OpAdapter(Value):
-    """An opaque op, and what to do to its arguments before and its results after, on each rank.
+    """Transforms for the arguments and results of an opaque op, on each rank.
 
-    `op`: a live op or function, or its name. `ns::name` stands for all overloads, `ns::name.overload` for one and goes
-    first; an adapter of an op that is never registered is idle. Arguments go by position or by the op's own name for them,
-    however they are passed; results by position or by key of a returned dict. The rest passes as it is.
+    `op`: a live op or function, or its name. `ns::name` stands for all overloads; `ns::name.overload` for one, and takes
+    precedence. An adapter of an op that does not exist has no effect. Arguments are given by position or by their name in the
+    op's signature, however a call passes them; results by position or by key of a returned dict. All others are unchanged.
     """
 
     op: OpName
-    arg_transforms: Table[Place, InputTransform] = {}
-    output_transforms: Table[Place, OutputTransform] = {}
+    arg_transforms: Table[Argument, InputTransform] = {}
+    output_transforms: Table[Argument, OutputTransform] = {}
 
-    @rewording
+    @converts_arguments
     def __init__(
         self,
         op: object,
@@ -144,15 +144,15 @@ class OpAdapter(Value):
 
     @property
     def target(self) -> str:
-        """What is adapted."""
+        """The name of the adapted op, method or function."""
         return self.op
 
 
 class MethodAdapter(Value):
-    """`replacement(original, self, *args, **kwargs)` is called instead of a method.
+    """Call `replacement(original, self, *args, **kwargs)` instead of a method.
 
-    Two forms: `MethodAdapter(cls, "method", replacement)`, and by names, `MethodAdapter(module_path=..., class_name=...,
-    method_name=..., replacement="module:name")`. Either is kept by names.
+    There are two forms: `MethodAdapter(cls, "method", replacement)`, and by names, `MethodAdapter(module_path=...,
+    class_name=..., method_name=..., replacement="module:name")`. Both store the names.
     """
 
     kind: Literal["method"] = "method"
@@ -161,7 +161,7 @@ class MethodAdapter(Value):
     method_name: Dotted
     replacement: FunctionName
 
-    @rewording
+    @converts_arguments
     def __init__(
         self,
         cls: type | None = None,
@@ -174,20 +174,22 @@ class MethodAdapter(Value):
         if cls is not None:
             module_path, _, class_name = name_of(cls).partition(":")
             if not callable(getattr(cls, method_name, None)):
-                raise SpecError(f"{module_path}.{class_name} has no method {method_name!r}: name one that it has.")
+                raise SpecError(
+                    f"{module_path}.{class_name} has no method {method_name!r}: give the name of a method that it has."
+                )
         super().__init__(module_path=module_path, class_name=class_name, method_name=method_name, replacement=replacement)
 
     @property
     def target(self) -> str:
-        """What is adapted."""
+        """The name of the adapted op, method or function."""
         return f"{self.module_path}:{self.class_name}.{self.method_name}"
 
 
 class PythonAdapter(Value):
-    """`replacement(original, *args, **kwargs)` is called instead of a function of a module.
+    """Call `replacement(original, *args, **kwargs)` instead of a function of a module.
 
-    Two forms: `PythonAdapter(function, replacement)`, and by names, `PythonAdapter(module_path=..., function_name=...,
-    replacement="module:name")`. Either is kept by names.
+    There are two forms: `PythonAdapter(function, replacement)`, and by names, `PythonAdapter(module_path=...,
+    function_name=..., replacement="module:name")`. Both store the names.
     """
 
     kind: Literal["function"] = "function"
@@ -195,7 +197,7 @@ class PythonAdapter(Value):
     function_name: Dotted
     replacement: FunctionName
 
-    @rewording
+    @converts_arguments
     def __init__(
         self, function: object = None, replacement: object = "", *, module_path: str = "", function_name: str = ""
     ) -> None:
@@ -205,5 +207,5 @@ class PythonAdapter(Value):
 
     @property
     def target(self) -> str:
-        """What is adapted."""
+        """The name of the adapted op, method or function."""
         return f"{self.module_path}:{self.function_name}"

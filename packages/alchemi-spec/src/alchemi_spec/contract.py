@@ -9,6 +9,7 @@ from alchemi_spec.policies import StrategyKind
 from alchemi_spec.spec import MLIPSpec
 
 T = TypeVar("T")
+T_contra = TypeVar("T_contra", contravariant=True)
 
 
 class Level(StrEnum):
@@ -108,6 +109,32 @@ class Model(Protocol[T]):
 
     def forward(self, data: Mapping[str, T], outputs: Sequence[str]) -> Mapping[str, T] | ModelOutput[T]:
         """Compute `outputs` for the structure in `data`."""
+        ...
+
+
+@runtime_checkable
+class ValidatesStructures(Protocol[T_contra]):
+    """A member that a model may have as well: alchemi calls `validate` on every rank whenever it builds neighbour lists."""
+
+    def validate(self, data: Mapping[str, T_contra]) -> None:
+        """Raise an error if the model must not be used for the structure in `data`. Gradients are off.
+
+        Decide by values that are equal on all ranks, such as sums over all atoms. An error that only one rank raises stops
+        only that rank.
+        """
+        ...
+
+
+@runtime_checkable
+class HasEdgeLists(Protocol):
+    """A member that a model may have as well: the edge lists that it needs besides the one within `cutoff`."""
+
+    @property
+    def edge_lists(self) -> Mapping[str, float]:
+        """The name of each further list and its longest edge in Å.
+
+        With `{"dispersion": 12.0}` the model is also passed `edge_index_dispersion` and `edge_shifts_dispersion`.
+        """
         ...
 
 

@@ -1,4 +1,4 @@
-"""How a model may be spread over ranks, as a frozen value that travels as JSON."""
+"""The specification of a model: a frozen value that says how the model can run on many ranks. It is saved as JSON."""
 
 import json
 import os
@@ -11,29 +11,30 @@ from pydantic import AfterValidator, Field, model_validator
 from alchemi_spec.adapters import MethodAdapter, OpAdapter, PythonAdapter
 from alchemi_spec.errors import SpecError
 from alchemi_spec.policies import GraphParallelPolicy, HaloStoragePolicy, Policy, StrategyKind
-from alchemi_spec.value import COMPLETE, Names, Table, Value, Word, agreed, in_plain_words
+from alchemi_spec.value import COMPLETE, Names, Table, Value, Word, agreed, as_spec_error
 
 A = TypeVar("A", OpAdapter, MethodAdapter | PythonAdapter)
 
 
 class OutputKind(Word):
-    """What one row of an output describes, and so how the ranks' shares make the whole."""
+    """What one row of an output describes. It decides how the outputs of all ranks are combined."""
 
     PER_NODE = "per_node"
-    """An atom: each rank returns its own atoms' rows."""
+    """An atom: each rank returns the rows of its own atoms."""
     PER_GRAPH = "per_graph"
-    """A whole structure: summed over ranks where the model forms it, and the same on every rank."""
+    """A whole structure: the model's sum over atoms is summed over ranks, and the same on every rank."""
     GLOBAL = "global"
-    """The same on every rank already: passed through."""
+    """Already the same on every rank: returned unchanged."""
     UNKNOWN = "unknown"
-    """Decided by the tag of the result."""
+    """The tag of the result decides."""
 
 
 class CompilePolicy(Value):
-    """`capture`, `inductor`: whether the model can bear its step in one CUDA graph, or a compiler. `mode`: which to use.
+    """How the steps of a model can be compiled, and how they are.
 
-    `auto` is the fastest that the model can bear; `off` is eager. `trim`: whether a captured step leaves out the edges between
-    cutoff and skin, which pays where an edge costs more than a look at its length.
+    `capture`: a CUDA graph can capture the step. `inductor`: torch's inductor can compile it. `mode`: which of them to use;
+    `auto` is the fastest that the model supports, `off` is eager. `trim`: a captured step leaves out edges longer than the
+    cutoff, which the skin adds. This is faster if an edge costs more than the check of its length.
     """
 
     mode: Literal["auto", "off", "capture", "inductor"] = "auto"
@@ -42,15 +43,20 @@ class CompilePolicy(Value):
     trim: bool = True
 
     @model_validator(mode="after")
-    def _borne(self) -> Self:
+    def _supports_its_mode(self) -> Self:
         if not getattr(self, self.mode, True):
             raise ValueError(
-                f"mode={self.mode!r} and {self.mode}=False: the model cannot bear it. Use mode='auto', or {self.mode}=True"
+                f"mode={self.mode!r} and {self.mode}=False: the model does not support it. Use mode='auto', or {self.mode}=True"
             )
         return self
 
     def __or__(self, other: "CompilePolicy") -> "CompilePolicy":
-        """What both can bear; a mode that both want, `auto` yielding."""
+        """The compile policy that both models support. A mode `auto` yields to the other's.
+
+        Raises:
+            SpecError: if both have a mode, and not the same.
+
+        """
         return CompilePolicy(
             mode=agreed("compile.mode", self.mode, other.mode, "auto"),
             capture=self.capture and other.capture,
@@ -60,20 +66,20 @@ class CompilePolicy(Value):
 
 
 def _once(adapters: Iterable[A]) -> tuple[A, ...]:
-    """Without repetitions; one target adapted in two ways is refused."""
-    of: dict[str, A] = {}
+    """The adapters without repetitions. Two different adapters of one target are refused."""
+    by_target: dict[str, A] = {}
     for new in adapters:
-        if (old := of.setdefault(new.target, new)) != new:
-            raise ValueError(f"{new.target} is adapted in two ways: {old!r} and {new!r}; keep one")
-    return tuple(of.values())
+        if (old := by_target.setdefault(new.target, new)) != new:
+            raise ValueError(f"{new.target} is adapted in two ways: {old!r} and {new!r}; keep one of them")
+    return tuple(by_target.values())
 
 
 class DistributionSpec(Value):
-    """What it takes to run a network on rows that are spread over ranks; chemistry-free.
+    """How to run a network whose rows are distributed over ranks. It knows no chemistry.
 
-    `helpers` replace methods and functions while the model runs. `per_system_reduce`: a scatter through the batch index is
-    summed over ranks; otherwise each rank's partial stays (then name the output in `MLIPSpec.all_reduce_outputs`).
-    `a | b` serves both and loses nothing, or says what clashes.
+    `custom_ops` adapt opaque ops, and `helpers` replace methods and functions, while the model runs. `per_system_reduce`: a
+    scatter through the batch index is summed over ranks. Without it each rank keeps its partial sum; then name the output in
+    `MLIPSpec.all_reduce_outputs`. `a | b` has everything of both, or raises an error that names the difference.
     """
 
     policy: Policy = HaloStoragePolicy()
@@ -84,10 +90,10 @@ class DistributionSpec(Value):
     per_system_reduce: bool = True
 
     def __or__(self, other: "DistributionSpec") -> "DistributionSpec":
-        """What serves both.
+        """The distribution that serves both.
 
         Raises:
-            SpecError: naming what clashes, with both values.
+            SpecError: if the two contradict each other. The message names the field and both values.
 
         """
         return DistributionSpec(
@@ -99,17 +105,19 @@ class DistributionSpec(Value):
 
 
 class MLIPSpec(Value):
-    """What a potential declares so that it can be run on many ranks.
+    """The specification of a potential: how it can run on many ranks.
 
-    Frozen, compared by value, changed by `spec.replaced(field=...)`, which checks the result (pydantic's `model_copy` does
-    not). `save` and `load` round-trip exactly. `a | b` is for a pipeline of both: it loses nothing, or says what clashes.
+    It is frozen and compared by value. `spec.replaced(field=...)` makes a changed copy and checks it (pydantic's
+    `model_copy` does not check). `save` and `load` keep every value exactly. `a | b` is the specification of a pipeline of
+    both: it has everything of both, or raises an error that names the difference.
 
-    `owned_only_outputs`: per-node outputs whose owned rows are whole as they come; the ghosts' rows of the others are
-    summed into their owners. `all_reduce_outputs`: per-graph outputs that come as each rank's partial; they are summed at
-    the end.
+    `owned_only_outputs`: per-atom outputs that are already complete for owned atoms. For all others, ghost rows are added to
+    the rows of their owners. `all_reduce_outputs`: per-structure outputs of which each rank returns a partial sum. They are
+    summed over ranks at the end.
 
-    `ignores_longer_edges`: edges longer than the model's cutoff change nothing, so that a list with a skin may be shown as
-    it is; otherwise it is filtered at each step. A model's to declare; no preset does.
+    `ignores_longer_edges`: edges longer than the cutoff do not change the results of the model. A neighbour list with a skin
+    is then passed to the model unchanged; otherwise its longer edges are removed at each step. Each model declares this for
+    itself; no preset sets it.
     """
 
     version: Literal[1] = 1
@@ -138,17 +146,17 @@ class MLIPSpec(Value):
         return self
 
     def under(self, strategy: StrategyKind) -> "MLIPSpec":
-        """The same under another strategy: what sees owned rows in a halo has them brought as suits a graph partition."""
+        """The specification for a kind of strategy: graph partition turns a default halo policy into `GraphParallelPolicy`."""
         policy = self.distribution.policy
         if strategy is StrategyKind.HALO or policy != HaloStoragePolicy():
             return self
         return self.replaced(distribution=self.distribution.replaced(policy=GraphParallelPolicy()))
 
     def __or__(self, other: "MLIPSpec") -> "MLIPSpec":
-        """The specification of a pipeline of both.
+        """The specification of a pipeline of both models.
 
         Raises:
-            SpecError: naming what clashes, with both values.
+            SpecError: if the two contradict each other. The message names the field and both values.
 
         """
         kinds, others = self.output_kinds, other.output_kinds
@@ -161,14 +169,14 @@ class MLIPSpec(Value):
             name=self.name if self.name == other.name else _joined(self.name, other.name),
             distribution=self.distribution | other.distribution,
             output_kinds={**kinds, **others, **both},
-            owned_only_outputs=_listed("owned_only_outputs", self, other),
-            all_reduce_outputs=_listed("all_reduce_outputs", self, other),
+            owned_only_outputs=_merged_outputs("owned_only_outputs", self, other),
+            all_reduce_outputs=_merged_outputs("all_reduce_outputs", self, other),
             ignores_longer_edges=self.ignores_longer_edges and other.ignores_longer_edges,
             compile=self.compile | other.compile,
         )
 
     def save(self, path: str | Path) -> None:
-        """Write as JSON: a whole file, or none."""
+        """Write the specification as JSON. If that fails, an existing file stays as it was."""
         path = Path(path)
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -179,10 +187,10 @@ class MLIPSpec(Value):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote. Nothing is left to defaults, which may change from one release to the next.
+        """Read a file that `save` wrote. No key may be missing, since defaults may change from one release to the next.
 
         Raises:
-            SpecError: naming each key that is unknown, missing or out of range.
+            SpecError: if a key is unknown, missing or out of range. The message names each.
 
         """
         try:
@@ -190,24 +198,26 @@ class MLIPSpec(Value):
         except ValueError as error:
             raise SpecError(f"{path} is not JSON ({error}): write specifications with MLIPSpec.save.") from None
         if isinstance(written, dict) and written.get("version", 1) != 1:
-            raise SpecError(f"{path} has version {written['version']!r}; this alchemi-spec reads version 1: install another.")
-        with in_plain_words(f"{path} is not a specification of version 1"):
+            raise SpecError(
+                f"{path} has version {written['version']!r}; this alchemi-spec reads version 1: install a newer one."
+            )
+        with as_spec_error(f"{path} is not a specification of version 1"):
             return cls.model_validate(written, context=COMPLETE)
 
     @classmethod
     def json_schema(cls) -> dict[str, Any]:
-        """JSON schema (draft 2020-12) of what `save` writes, with the policies that are installed."""
+        """The JSON schema (draft 2020-12) of the files that `save` writes, with all installed policies."""
         schema = cls.model_json_schema(mode="serialization")
         return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
 def _joined(a: str, b: str) -> str:
-    """`a+b`, each part once."""
+    """The name `a+b`, with each part once."""
     return "+".join(dict.fromkeys([*a.split("+"), *b.split("+")]))
 
 
-def _listed(field: Literal["owned_only_outputs", "all_reduce_outputs"], a: MLIPSpec, b: MLIPSpec) -> frozenset[str]:
-    """Outputs that either lists; one that both have and only one lists is a clash."""
+def _merged_outputs(field: Literal["owned_only_outputs", "all_reduce_outputs"], a: MLIPSpec, b: MLIPSpec) -> frozenset[str]:
+    """The outputs that either lists. An output that both models return must be listed by both or by neither."""
     listed_a, listed_b = getattr(a, field), getattr(b, field)
     for name, kind in a.output_kinds.items():
         if OutputKind.UNKNOWN not in (kind, b.output_kinds.get(name, OutputKind.UNKNOWN)):

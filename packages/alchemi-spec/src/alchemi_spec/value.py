@@ -1,4 +1,4 @@
-"""What specifications are made of: frozen values that refuse nonsense, print as code, and agree or clash."""
+"""The base of all specifications: frozen values that are checked when they are made, and printed as code."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ K = TypeVar("K")
 V = TypeVar("V")
 F = TypeVar("F", bound=Callable[..., None])
 COMPLETE = {"complete": True}
-"""Context of a validation that leaves nothing to defaults."""
-PLAIN_WORDS = {"extra_forbidden": "unknown key", "missing": "missing"}
+"""The context of a validation in which no field may be missing."""
+MESSAGES = {"extra_forbidden": "unknown key", "missing": "missing"}
 
 
 class Word(StrEnum):
-    """One of a few words; prints as code."""
+    """An enum of words that is printed as code."""
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}.{self.name}"
 
 
 class FrozenDict(dict[K, V]):
-    """A dict that is a value: hashable, changed by copying."""
+    """A hashable dict that cannot be changed, only copied."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
@@ -34,7 +34,7 @@ class FrozenDict(dict[K, V]):
         return type(self), (dict(self),)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError("part of a specification, which is changed by copying: spec.replaced(field={**old, key: value})")
+        raise TypeError("a specification is frozen; it is changed by copying: spec.replaced(field={**old, key: value})")
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
 
@@ -43,22 +43,22 @@ Table = Annotated[Mapping[K, V], AfterValidator(FrozenDict)]
 Names = Annotated[frozenset[str], PlainSerializer(sorted, return_type=list[str], when_used="json")]
 
 
-def rewording(init: F) -> F:
-    """Mark an `__init__` that only rewords its arguments: pydantic makes nested values without it, context and all."""
+def converts_arguments(init: F) -> F:
+    """Mark an `__init__` that only converts its arguments. Pydantic then validates nested values without calling it."""
     init.__pydantic_base_init__ = True  # type: ignore[attr-defined]
     return init
 
 
 class Value(BaseModel):
-    """Frozen, compared by value, hashable; printed as the code that makes it; changed by `replaced`."""
+    """A frozen, hashable value that is compared by value, printed as the code that makes it, and copied by `replaced`."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, json_schema_serialization_defaults_required=True
     )
 
-    @rewording
+    @converts_arguments
     def __init__(self, /, **fields: Any) -> None:
-        with in_plain_words(type(self).__name__):
+        with as_spec_error(type(self).__name__):
             super().__init__(**fields)
 
     @model_validator(mode="before")
@@ -70,13 +70,13 @@ class Value(BaseModel):
         return written
 
     def replaced(self, **changes: Any) -> Self:
-        """A copy with `changes`, checked as when made (which pydantic's own `model_copy` does not do).
+        """A copy with `changes`. It is checked like a new value; pydantic's own `model_copy` does not check.
 
         Raises:
-            SpecError: where the result contradicts itself.
+            SpecError: if the result contradicts itself.
 
         """
-        with in_plain_words(type(self).__name__):
+        with as_spec_error(type(self).__name__):
             return self.model_validate({**dict(self), **changes})
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
@@ -88,24 +88,24 @@ class Value(BaseModel):
 
 
 @contextmanager
-def in_plain_words(what: str) -> Iterator[None]:
-    """Say what is wrong with `what` as a SpecError, by path and in plain words."""
+def as_spec_error(name: str) -> Iterator[None]:
+    """Turn pydantic's errors about the value `name` into a SpecError that names each field and its fault."""
     try:
         yield
     except ValidationError as invalid:
-        raise SpecError(f"{what}: " + "; ".join(map(_fault, invalid.errors()))) from None
+        raise SpecError(f"{name}: " + "; ".join(map(_fault, invalid.errors()))) from None
 
 
 def _fault(error: Mapping[str, Any]) -> str:
-    said = error.get("ctx", {}).get("error") or PLAIN_WORDS.get(error["type"], error["msg"])
-    return ": ".join(filter(None, [".".join(map(str, error["loc"])), str(said)]))
+    message = error.get("ctx", {}).get("error") or MESSAGES.get(error["type"], error["msg"])
+    return ": ".join(filter(None, [".".join(map(str, error["loc"])), str(message)]))
 
 
 def agreed(field: str, a: V, b: V, yielding: object = None) -> V:
-    """What `a` and `b` both say of `field`; one that is `yielding` leaves it to the other.
+    """The value of `field` on which `a` and `b` agree. A value equal to `yielding` yields to the other.
 
     Raises:
-        SpecError: where they clash.
+        SpecError: if they differ.
 
     """
     if a == yielding:
@@ -116,5 +116,7 @@ def agreed(field: str, a: V, b: V, yielding: object = None) -> V:
 
 
 def clash(field: str, a: object, b: object) -> SpecError:
-    """`field` is `a` in one specification and `b` in another, and neither yields."""
-    return SpecError(f"these cannot be merged: {field}: {a!r} and {b!r}.\nGive both the same, or run the models apart.")
+    """The error for a `field` that is `a` in one specification and `b` in another."""
+    return SpecError(
+        f"these cannot be merged: {field}: {a!r} and {b!r}.\nGive both the same value, or run the models separately."
+    )

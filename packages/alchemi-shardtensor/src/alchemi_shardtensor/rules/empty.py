@@ -1,4 +1,4 @@
-"""Ranks without atoms: forms that torch finds ambiguous with no rows, though every other rank's rows say what is meant."""
+"""Ranks without atoms: shapes with -1 that torch cannot resolve where there are no rows."""
 
 from math import prod
 from typing import Any
@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.table import Rule, handles
-from alchemi_shardtensor.tensor import SHARE, Shard, tag_in_place
+from alchemi_shardtensor.rules.rule import Rule, handles
+from alchemi_shardtensor.rules.shard import Shard
+from alchemi_shardtensor.tag import SHARDED, tag_in_place
 
 
 def _is_ambiguous(shard: Shard, named: dict[str, Any]) -> bool:
     sizes = _sizes(named["shape"])
-    return 0 in sizes and -1 in sizes and named["input"].rows in SHARE
+    return 0 in sizes and -1 in sizes and named["input"].rows in SHARDED
 
 
 @handles(Tensor.view, Tensor.reshape, torch.reshape, when=_is_ambiguous)

@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.storage import Extreme, Target
+from alchemi_shardtensor.rules.exchange import Extreme, ScatterTarget
 
 
-def extremes(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor, op: Extreme, include_self: bool) -> Tensor:
+def extremes(
+    target: ScatterTarget, input: Tensor, dim: int, index: Tensor, src: Tensor, op: Extreme, include_self: bool
+) -> Tensor:
     """The extreme of what `index` adds to each row and (`include_self`) what was there; where nothing is added, the latter.
 
-    The value is found without a graph; a mean over all that attain it, less itself, brings the gradient.
+    The value is found without a graph; adding a mean over all that attain it, less itself, gives it the gradient.
     """
     zeros = target.zeros(input, dim).to(input.dtype)
     found = torch.full_like(zeros, _worst(input.dtype, op)).scatter_reduce(dim, index, src.detach(), op)
@@ -17,10 +19,10 @@ def extremes(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor
     before = input.detach()
     if include_self:
         best = torch.maximum(best, before) if op == "amax" else torch.minimum(best, before)
-    holds = src == target.spread(best).gather(dim, index)
+    holds = src == target.broadcast_back(best).gather(dim, index)
 
     def total(values: Tensor) -> Tensor:
-        return target.total(zeros.scatter_add(dim, index, values))
+        return target.sum(zeros.scatter_add(dim, index, values))
 
     count = total(holds.to(input.dtype))
     here = (before == best) if include_self else (count == 0)

@@ -1,4 +1,4 @@
-"""Reading other rows: the moment, and the only one, at which rows travel forward."""
+"""Gathers: reading rows through an index. These are the only operations that fetch rows in the forward pass."""
 
 from typing import Any, cast
 
@@ -7,22 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from alchemi_shardtensor.moves import indexed
-from alchemi_shardtensor.storage import own
-from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
-from alchemi_shardtensor.tensor import (
-    LOST,
-    NODES,
-    OWNED,
-    PARTIAL,
-    SYSTEMS,
-    End,
-    Ends,
-    Shard,
-    ShardTensor,
-    edges_of,
-    holds_ghosts,
-    tag_in_place,
-)
+from alchemi_shardtensor.rules.exchange import resolve_gather
+from alchemi_shardtensor.rules.rule import Rule, handles, indices, needs_index, points_at
+from alchemi_shardtensor.rules.shard import Shard, owned_rows
+from alchemi_shardtensor.storage import TensorCache
+from alchemi_shardtensor.tag import LOST, NODES, OWNED, PARTIAL, SYSTEMS, End, Ends, TaggedTensor, has_ghost_rows, tag_in_place
 from alchemi_spec import MissingHandler
 
 _SELECTS = (Tensor.index_select, torch.index_select)
@@ -33,14 +22,14 @@ _TAKES = (Tensor.take_along_dim, torch.take_along_dim)
 @needs_index
 def _is_edge_index(shard: Shard, named: dict[str, Any]) -> bool:
     x = named["input"]
-    return type(x) is ShardTensor and type(x.tag.end) is tuple
+    return isinstance(x, TaggedTensor) and type(x.tag.end) is tuple
 
 
 @handles(Tensor.__getitem__, when=_is_edge_index)
-def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> Any:
+def row_of_edge_index(shard: Shard, op: Any, input: TaggedTensor, index: Any) -> Any:
     """edge_index (2, E) -> senders or receivers (E,), or some edges (2, E'), or its rows in another order."""
     head, rest = (index[0], index[1:]) if isinstance(index, tuple) and index else (index, ())
-    rows = LOST if any(isinstance(r, (int, slice)) and r != slice(None) for r in rest) else edges_of(shard)
+    rows = LOST if any(isinstance(r, (int, slice)) and r != slice(None) for r in rest) else shard.rows_of_edges
     if isinstance(head, int):
         row = _row(input, head)
         return tag_in_place(row[rest], shard, rows, NODES, row.end) if rest else row
@@ -54,7 +43,7 @@ def row_of_edge_index(shard: Shard, op: Any, input: ShardTensor, index: Any) -> 
 
 
 @handles(Tensor.unbind, torch.unbind, Tensor.__iter__, when=_is_edge_index)
-def rows_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int = 0) -> Any:
+def rows_of_edge_index(shard: Shard, op: Any, input: TaggedTensor, dim: int = 0) -> Any:
     """edge_index (2, E) -> (senders (E,), receivers (E,)); also `sender, receiver = edge_index`."""
     if dim % 2:
         raise MissingHandler("unbind of an edge_index along its edges gives one tensor per edge: index its two rows instead.")
@@ -63,7 +52,7 @@ def rows_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int = 0) 
 
 
 @handles(Tensor.select, torch.select, when=_is_edge_index)
-def select_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dim: int, index: int) -> Tensor:
+def select_of_edge_index(shard: Shard, op: Any, input: TaggedTensor, dim: int, index: int) -> Tensor:
     """edge_index (2, E) -> senders or receivers (E,)."""
     return _row(input, index) if dim % 2 == 0 else tag_in_place(input.select(1, index), shard, LOST, NODES)
 
@@ -74,9 +63,9 @@ def _flips_ends(shard: Shard, named: dict[str, Any]) -> bool:
 
 
 @handles(Tensor.flip, torch.flip, when=_flips_ends)
-def flip_of_edge_index(shard: Shard, op: Any, input: ShardTensor, dims: Any) -> Tensor:
+def flip_of_edge_index(shard: Shard, op: Any, input: TaggedTensor, dims: Any) -> Tensor:
     """edge_index (2, E) -> its rows in the other order, for models that name receivers first."""
-    return tag_in_place(input.flip(0), shard, edges_of(shard), NODES, _ends(input)[::-1], 1)
+    return tag_in_place(input.flip(0), shard, shard.rows_of_edges, NODES, _ends(input)[::-1], 1)
 
 
 @needs_index
@@ -87,44 +76,43 @@ def _are_ends(shard: Shard, named: dict[str, Any]) -> bool:
 @handles(torch.stack, when=_are_ends)
 def stack_ends(shard: Shard, op: Any, tensors: Any, dim: int = 0) -> Tensor:
     """Senders (E,), receivers (E,), in any order -> an edge_index (2, E)."""
-    return tag_in_place(torch.stack(list(tensors)), shard, edges_of(shard), NODES, tuple(t.end for t in tensors), 1)
+    return tag_in_place(torch.stack(list(tensors)), shard, shard.rows_of_edges, NODES, tuple(t.end for t in tensors), 1)
 
 
-def _ends(edge_index: ShardTensor) -> tuple[End, ...]:
+def _ends(edge_index: TaggedTensor) -> tuple[End, ...]:
     return cast(tuple[End, ...], edge_index.end)
 
 
-def _row(edge_index: ShardTensor, row: int) -> ShardTensor:
-    """One object for each row, so that what is known of it is found again."""
-    rows: dict[int, ShardTensor] = edge_index.__dict__.setdefault("ends", {})
-    row = row % len(edge_index)
-    if row not in rows:
-        shard = edge_index.shard
-        rows[row] = tag_in_place(edge_index.select(0, row), shard, edges_of(shard), NODES, _ends(edge_index)[row])
-    return rows[row]
+def _row(edge_index: TaggedTensor, row: int) -> TaggedTensor:
+    """A row of an edge_index (2, E). What becomes known of it, such as its local ids, is kept with the edge_index."""
+    shard, row = edge_index.shard, row % len(edge_index)
+    end = tag_in_place(edge_index.select(0, row), shard, shard.rows_of_edges, NODES, _ends(edge_index)[row])
+    if shard.storage.global_ids:
+        shard.cache.tensors[end] = shard.cache.of(edge_index).ends.setdefault(row, TensorCache())
+    return end
 
 
 @handles(Tensor.__getitem__, when=points_at(NODES))
 def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-atom rows (N, *F), index (E,) -> (E, *F)."""
-    if type(index) is ShardTensor:
-        rows, local = shard.storage.reach(shard, input, index)
+    if isinstance(index, TaggedTensor):
+        rows, local = resolve_gather(shard, input, index)
         picked = _picked(shard, rows, local, index)
         return _gathered(shard, picked, input, index, index.tag.row_dim)
     parts = index if isinstance(index, tuple) else (index,)
     first = parts[0]
-    if not isinstance(first, ShardTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
+    if not isinstance(first, TaggedTensor) or any(getattr(i, "points_at", None) is NODES for i in indices(parts[1:])):
         raise MissingHandler(
             f"x[..., index] with an index that points at atoms, beyond dim 0 of x {tuple(input.shape)}.\n"
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
-    rows, local = shard.storage.reach(shard, input, first)
+    rows, local = resolve_gather(shard, input, first)
     return _gathered(shard, rows[(local, *parts[1:])], input, first, indexed(first, input, index))
 
 
-def _picked(shard: Shard, rows: Tensor, local: Tensor, index: ShardTensor) -> Tensor:
-    """rows[local], by what has the cheapest adjoint: that of indexing sorts the index on CUDA."""
-    if "names_all" in index.__dict__ and not shard.storage.global_ids:
+def _picked(shard: Shard, rows: Tensor, local: Tensor, index: TaggedTensor) -> Tensor:
+    """rows[local], by the operation with the cheapest adjoint: indexing's sorts the index on CUDA."""
+    if index.tag.end is None and not shard.storage.global_ids and shard.cache.known(index).names_all_rows:
         return rows.clone()
     return rows.index_select(0, local) if local.ndim == 1 and local.dtype in (torch.int64, torch.int32) else rows[local]
 
@@ -137,7 +125,7 @@ def select_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **r
             f"{op.__name__} along dim {dim} with an index that points at atoms.\n"
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
-    rows, local = shard.storage.reach(shard, input, index)
+    rows, local = resolve_gather(shard, input, index)
     taken = op(rows, local, dim) if op is torch.take_along_dim else op(rows, dim, local, **rest)
     return _gathered(shard, taken, input, index, index.row_dim)
 
@@ -155,14 +143,14 @@ def _looks_up(name: str) -> Any:
 
 
 @handles(F.embedding, when=_looks_up("input"))
-def look_up(shard: Shard, op: Any, input: ShardTensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
+def look_up(shard: Shard, op: Any, input: TaggedTensor, weight: Tensor, *_: Any, **__: Any) -> Tensor:
     """An index (E,) into per-atom or per-system rows (N, F) as into the table of an embedding -> (E, F)."""
     handler = gather_nodes if input.points_at is NODES else gather_systems
     return handler.handler(shard, op, weight, input)  # type: ignore[no-any-return]
 
 
 @handles(torch.embedding, when=_looks_up("weight"))
-def look_up_in_table(shard: Shard, op: Any, input: Tensor, weight: ShardTensor, **_: Any) -> Tensor:
+def look_up_in_table(shard: Shard, op: Any, input: Tensor, weight: TaggedTensor, **_: Any) -> Tensor:
     """The same with the table first."""
     return look_up.handler(shard, op, weight, input)  # type: ignore[no-any-return]
 
@@ -170,7 +158,7 @@ def look_up_in_table(shard: Shard, op: Any, input: Tensor, weight: ShardTensor, 
 @handles(Tensor.__getitem__, when=points_at(SYSTEMS))
 def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     """Per-system values (B, *F), batch (N,) -> (N, *F)."""
-    if type(index) is ShardTensor:
+    if isinstance(index, TaggedTensor):
         return _gathered(shard, input[index], input, index, index.row_dim)
     batch = next(i for i in indices(index) if getattr(i, "points_at", None) is SYSTEMS)
     return _gathered(shard, input[index], input, batch, indexed(batch, input, index))
@@ -179,8 +167,8 @@ def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
 @handles(*_SELECTS, *_GATHERS, when=points_at(SYSTEMS))
 def select_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: Any, **rest: Any) -> Tensor:
     """Per-system values (B, *F), batch (N,) -> (N, *F)."""
-    place = index.row_dim if op in _GATHERS else dim % max(input.ndim, 1)
-    return _gathered(shard, op(input, dim, index, **rest), input, index, place)
+    row_dim = index.row_dim if op in _GATHERS else dim % max(input.ndim, 1)
+    return _gathered(shard, op(input, dim, index, **rest), input, index, row_dim)
 
 
 @handles(*_TAKES, when=points_at(SYSTEMS))
@@ -189,9 +177,9 @@ def take_systems(shard: Shard, op: Any, input: Tensor, index: Any, dim: int | No
     return _gathered(shard, torch.take_along_dim(input, index, dim), input, index, index.row_dim)
 
 
-def _gathered(shard: Shard, result: Tensor, source: Tensor, index: ShardTensor, row_dim: int | None) -> Tensor:
-    """Rows are the index's; what the source pointed at, its rows still point at."""
-    mark = source.tag if type(source) is ShardTensor else None
+def _gathered(shard: Shard, result: Tensor, source: Tensor, index: TaggedTensor, row_dim: int | None) -> Tensor:
+    """Tag what was gathered: its rows are the index's, and values that are indices still point at the same."""
+    mark = source.tag if isinstance(source, TaggedTensor) else None
     if mark is not None and mark.rows is PARTIAL:
         raise MissingHandler(
             "a per-system sum of which each rank has a part was read per atom: the parts have to be added up first.\n"
@@ -215,38 +203,38 @@ def _last_system(shard: Shard, named: dict[str, Any]) -> bool:
     return type(index) is int and index == -1 and getattr(x, "points_at", None) is SYSTEMS and x.ndim == 1
 
 
-def _largest(shard: Shard, input: ShardTensor) -> Tensor:
-    count = shard.n_systems if input.points_at is SYSTEMS else shard.storage.n_rows(shard)
+def _largest(shard: Shard, input: TaggedTensor) -> Tensor:
+    count = shard.n_systems if input.points_at is SYSTEMS else shard.n_rows
     return torch.full((), count - 1, device=input.device)  # no copy from the host
 
 
 @handles(Tensor.max, torch.max, Tensor.amax, torch.amax, when=_max_of_index)
-def largest_index(shard: Shard, op: Any, input: ShardTensor, dim: int | None = None, keepdim: bool = False) -> Any:
-    """`index.max() + 1` counts what is pointed at: the rows that a model should make, whatever this rank's edges are."""
+def largest_index(shard: Shard, op: Any, input: TaggedTensor, dim: int | None = None, keepdim: bool = False) -> Any:
+    """`index.max() + 1` is how many rows a model should make: all that may be pointed at, whatever this rank's edges are."""
     largest = _largest(shard, input)
     largest = largest[None] if keepdim and input.ndim == 1 else largest
     return largest if dim is None or "amax" in op.__name__ else torch.return_types.max((largest, input.argmax(dim, keepdim)))
 
 
 @handles(Tensor.__getitem__, when=_last_system)
-def last_system(shard: Shard, op: Any, input: ShardTensor, index: int) -> Tensor:
+def last_system(shard: Shard, op: Any, input: TaggedTensor, index: int) -> Tensor:
     """`batch[-1] + 1` counts the systems, as `batch` ascends."""
     return _largest(shard, input)
 
 
 @handles(Tensor.__getitem__, when=lambda shard, named: _masks_rows(named))
-def owned_of_mask(shard: Shard, op: Any, input: ShardTensor, index: Any) -> Tensor:
-    """[owned | ghost] rows, a mask of them -> the owned rows among those it names; what ghosts are, their owners take."""
+def owned_of_mask(shard: Shard, op: Any, input: TaggedTensor, index: Any) -> Tensor:
+    """[owned | ghost] rows, a mask of them -> the owned rows among those it names; ghosts' rows are their owners' to take."""
     mask, *rest = index if isinstance(index, tuple) else (index,)
-    return tag_in_place(own(shard, input)[(own(shard, mask), *rest)], shard, OWNED, input.points_at, input.end)
+    return tag_in_place(owned_rows(shard, input)[(owned_rows(shard, mask), *rest)], shard, OWNED, input.points_at, input.end)
 
 
 def _masks_rows(named: dict[str, Any]) -> bool:
     x, index = named["input"], named.get("index")
     mask = index[0] if isinstance(index, tuple) and index else index
-    if type(x) is not ShardTensor or type(mask) is not ShardTensor or x.tag.row_dim or mask.tag.row_dim:
+    if not isinstance(x, TaggedTensor) or not isinstance(mask, TaggedTensor) or x.tag.row_dim or mask.tag.row_dim:
         return False
-    return mask.dtype == torch.bool and mask.ndim == 1 and holds_ghosts(x) and holds_ghosts(mask)
+    return mask.dtype == torch.bool and mask.ndim == 1 and has_ghost_rows(x) and has_ghost_rows(mask)
 
 
 RULES: list[Rule] = [

@@ -1,4 +1,4 @@
-"""Adding into other rows. In place stays in place: the accumulator itself holds the result and its tag."""
+"""Scatters: adding to rows through an index. In-place forms write into the accumulator itself, and tag it."""
 
 from typing import Any
 
@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from alchemi_shardtensor.moves import row_part
+from alchemi_shardtensor.rules.exchange import ScatterTarget, node_target, system_target
 from alchemi_shardtensor.rules.extreme import extremes
-from alchemi_shardtensor.storage import Target, own
-from alchemi_shardtensor.table import Rule, handles, indices, needs_index, points_at
-from alchemi_shardtensor.tensor import (
+from alchemi_shardtensor.rules.rule import Rule, handles, indices, needs_index, points_at
+from alchemi_shardtensor.rules.shard import Shard, owned_rows
+from alchemi_shardtensor.tag import (
     EDGE,
     LOST,
     NODES,
@@ -18,14 +19,13 @@ from alchemi_shardtensor.tensor import (
     PARTIAL,
     RECEIVER,
     REPLICATED,
-    SHARE,
+    SHARDED,
     STALE,
     SYSTEM,
     SYSTEMS,
     Rows,
-    Shard,
-    ShardTensor,
-    holds_ghosts,
+    TaggedTensor,
+    has_ghost_rows,
     tag_in_place,
 )
 from alchemi_spec import MissingHandler
@@ -38,26 +38,28 @@ _FORMS: dict[Any, Any] = {
 _BY_INDEX = (Tensor.index_add_, Tensor.index_reduce_)
 
 
-def to_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTensor, src: Tensor, **how: Any) -> Tensor:
+def to_systems(shard: Shard, op: Any, input: Tensor, dim: int, index: TaggedTensor, src: Tensor, **how: Any) -> Tensor:
     """Per-atom values (N, *F) -> added to per-system sums (B, *F), the same on every rank.
 
     `spec.per_system_reduce=False`: this rank's part of them.
     """
     if op not in _BY_INDEX and dim % max(input.ndim, 1) != index.row_dim:  # the systems are along another dim than the atoms
         return tag_in_place(op(input, dim, index, src, **how), shard, index.rows, row_dim=index.row_dim)
-    target = shard.storage.systems(shard, index)
+    target = system_target(shard, index)
     if target.rows is PARTIAL and shard.comm.rank > 0:
         input.zero_()  # what was there before counts once
     target, src = _without_ghosts(shard, op, target, index, src, dim)
     return _added(shard, target, op, input, dim, src, **how)
 
 
-def _without_ghosts(shard: Shard, op: Any, target: Target, index: ShardTensor, src: Tensor, dim: int) -> tuple[Target, Tensor]:
-    """What is added, and where, of the rows that count on this rank."""
+def _without_ghosts(
+    shard: Shard, op: Any, target: ScatterTarget, index: TaggedTensor, src: Tensor, dim: int
+) -> tuple[ScatterTarget, Tensor]:
+    """Leave out ghosts' rows, which count on the ranks that own them."""
     if not shard.storage.padded:
         return target, src
-    if holds_ghosts(index):
-        return target._replace(local=own(shard, index)), src.narrow(dim, 0, shard.n_owned)
+    if has_ghost_rows(index):
+        return target._replace(local=owned_rows(shard, index)), src.narrow(dim, 0, shard.n_owned)
     if index.rows is OWNED or (index.rows is EDGE and not shard.storage.repeats_edges):
         return target, src
     raise MissingHandler(
@@ -66,14 +68,14 @@ def _without_ghosts(shard: Shard, op: Any, target: Target, index: ShardTensor, s
     )
 
 
-def to_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTensor, src: Tensor, **how: Any) -> Tensor:
+def to_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: TaggedTensor, src: Tensor, **how: Any) -> Tensor:
     """Edge values (E, *F) -> added to per-atom rows (N, *F). Local where every edge of the receivers is here."""
     if dim % max(input.ndim, 1):
         raise MissingHandler(
             f"{op.__name__} along dim {dim} of an accumulator {tuple(input.shape)} with an index that points at atoms.\n"
             f"Only dim 0 is spread over ranks: scatter along dim 0."
         )
-    target = shard.storage.nodes(shard, input, index)
+    target = node_target(shard, input, index)
     if isinstance(target, Rows):
         _known(op, src)
         return tag_in_place(op(input, dim, index, src, **how), shard, target)
@@ -82,7 +84,7 @@ def to_nodes(shard: Shard, op: Any, input: Tensor, dim: int, index: ShardTensor,
 
 def _added(
     shard: Shard,
-    target: Target,
+    target: ScatterTarget,
     op: Any,
     input: Tensor,
     dim: int,
@@ -97,7 +99,7 @@ def _added(
         how |= {"reduce": "sum"} if op is Tensor.scatter_reduce_ else {}
         buffer = target.zeros(input, dim)
         partial = op(buffer, dim, target.local, src.to(buffer.dtype) if target.n is None else src, **how)
-        return tag_in_place(input.add_(target.total(partial).to(input.dtype)), shard, target.rows)
+        return tag_in_place(input.add_(target.sum(partial).to(input.dtype)), shard, target.rows)
     index = _as_scatter(op, dim, target.local, src)
     if reduce in ("amax", "amin"):
         result = extremes(target, input, dim, index, src, reduce, include_self)  # type: ignore[arg-type]
@@ -105,26 +107,28 @@ def _added(
         result = _means(target, input, dim, index, src, reduce, include_self)
     else:
         raise MissingHandler(
-            f"{op.__name__} with reduce={reduce!r} over rows that several ranks share.\n"
+            f"{op.__name__} with reduce={reduce!r} over rows that several ranks add to.\n"
             f"Sums, means, amax and amin are combined over ranks; or register a handler for this form."
         )
     return tag_in_place(input.copy_(result), shard, target.rows)
 
 
 def _known(op: Any, src: Any) -> None:
-    if type(src) is ShardTensor and src.tag.rows is LOST:
+    if isinstance(src, TaggedTensor) and src.tag.rows is LOST:
         raise MissingHandler(
-            f"{op.__name__} of values {tuple(src.shape)} of which it is not known whose they are: what made them may mix or "
-            f"move rows.\nMake per-atom and per-edge values row by row, or register a handler for it."
+            f"{op.__name__} of values {tuple(src.shape)}, but it is not known which atoms or edges they belong to: what made "
+            f"them may mix or move rows.\nMake per-atom and per-edge values row by row, or register a handler for it."
         )
 
 
-def _means(target: Target, input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
+def _means(
+    target: ScatterTarget, input: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool
+) -> Tensor:
     """The sum, or mean, over what is added and (`include_self`) what was there; where nothing is added, what was there."""
     buffer = target.zeros(input, dim)
     src = src.to(buffer.dtype)
-    total = target.total(buffer.scatter_add(dim, index, src))
-    count = target.total(buffer.scatter_add(dim, index, torch.ones_like(src)))
+    total = target.sum(buffer.scatter_add(dim, index, src))
+    count = target.sum(buffer.scatter_add(dim, index, torch.ones_like(src)))
     if include_self:
         total, count = total + input, count + 1
     by = count.clamp(min=1) if reduce == "mean" else torch.ones_like(count)
@@ -151,22 +155,22 @@ def accumulate(shard: Shard, op: Any, input: Tensor, index: Any, src: Tensor, ac
     """Values (E, *F) -> added to rows of dim 0, per-atom or per-system; further indices select among features."""
     first, *rest = index
     systems = first.points_at is SYSTEMS
-    target = shard.storage.systems(shard, first) if systems else shard.storage.nodes(shard, input, first)
+    target = system_target(shard, first) if systems else node_target(shard, input, first)
     _known(op, src)
     if isinstance(target, Rows):
         return tag_in_place(input.index_put_((first, *rest), src, accumulate=True), shard, target)
     if systems:
         target, src = _without_ghosts(shard, op, target, first, src, 0)
-        rest = [own(shard, r) for r in rest]
+        rest = [owned_rows(shard, r) for r in rest]
     buffer = target.zeros(input, 0)
     partial = buffer.index_put_((target.local, *rest), src.to(buffer.dtype), accumulate=True)
-    return tag_in_place(input.add_(target.total(partial).to(input.dtype)), shard, target.rows)
+    return tag_in_place(input.add_(target.sum(partial).to(input.dtype)), shard, target.rows)
 
 
 def _both_forms(handler: Any, when: Any, ops: Any = _IN_PLACE) -> list[Rule]:
     def on_a_copy(shard: Shard, op: Any, input: Tensor, **named: Any) -> Any:
         copy = input.clone()
-        if isinstance(input, ShardTensor):
+        if isinstance(input, TaggedTensor):
             tag_in_place(copy, shard, input.rows, row_dim=input.row_dim)
         return handler(shard, _FORMS[op], copy, **named)
 
@@ -188,36 +192,36 @@ def _reaches_others(shard: Shard, named: dict[str, Any]) -> bool:
 
 @handles(*_WRITES, when=_reaches_others)
 def refuse_writes(shard: Shard, op: Any, **named: Any) -> Tensor:
-    """A write through an index that reaches other ranks' rows would stay on this rank."""
+    """Refuse writes through an index that names other ranks' rows: they would stay on this rank."""
     raise MissingHandler(
         f"{op.__name__} through an index that points at other ranks' rows, or at systems that they have atoms of.\n"
         f"Add with index_add_ or scatter_add_, whose sums are combined over ranks, or register a handler for this form."
     )
 
 
-@handles(Tensor.__setitem__, when=lambda shard, named: not isinstance(named["input"], ShardTensor))
+@handles(Tensor.__setitem__, when=lambda shard, named: not isinstance(named["input"], TaggedTensor))
 def write_into_plain(shard: Shard, op: Any, input: Tensor, index: Any, src: Any) -> None:
-    """A plain tensor that is filled from a share is a share, too; of which rows is not known."""
+    """Tag a plain tensor that is filled from this rank's rows: it then depends on them, on which is not known."""
     input[index] = src
-    held = [t.tag.rows for t in (src, *indices(index)) if isinstance(t, ShardTensor)]
+    held = [t.tag.rows for t in (src, *indices(index)) if isinstance(t, TaggedTensor)]
     tag_in_place(input, shard, SYSTEM if all(rows in REPLICATED for rows in held) else LOST)
 
 
 def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
-    """Rows that are the first, or any, of each rank; or one rank's values into what is the same on all."""
+    """Whether rows are written by numbers, which name other atoms on each rank; or one rank's values into replicated rows."""
     x, src = named["input"], named.get("src")
-    if type(x) is not ShardTensor or x.tag.rows not in (*SHARE, *REPLICATED) or x.tag.rows is LOST:
+    if not isinstance(x, TaggedTensor) or x.tag.rows not in (*SHARDED, *REPLICATED) or x.tag.rows is LOST:
         return False
     if x.tag.rows in REPLICATED:
-        return type(src) is ShardTensor and (src.tag.rows in SHARE or src.tag.rows is PARTIAL)
+        return isinstance(src, TaggedTensor) and (src.tag.rows in SHARDED or src.tag.rows is PARTIAL)
     row = row_part(x, named["index"])
-    known = type(row) is ShardTensor and row.tag.rows not in (None, LOST)
+    known = isinstance(row, TaggedTensor) and row.tag.rows not in (None, LOST)
     return not (known or row == slice(None) or (isinstance(row, Tensor) and row.dtype == torch.bool))
 
 
 @handles(Tensor.__setitem__, when=_writes_unknown_rows)
-def refuse_unknown_rows(shard: Shard, op: Any, input: ShardTensor, index: Any, src: Any) -> None:
-    """`h[0] = 0` would be the first row of each rank."""
+def refuse_unknown_rows(shard: Shard, op: Any, input: TaggedTensor, index: Any, src: Any) -> None:
+    """Refuse writes such as `h[0] = 0`, which would change the first row of each rank."""
     raise MissingHandler(
         f"a write into some of {input.rows} rows, {tuple(input.shape)}, by numbers or slices, or of one rank's values into "
         f"what all have alike, would be another write on each rank.\n"
@@ -226,8 +230,8 @@ def refuse_unknown_rows(shard: Shard, op: Any, input: ShardTensor, index: Any, s
 
 
 @handles(Tensor.__setitem__, when=lambda shard, named: getattr(named["input"], "rows", None) is PADDED)
-def write_into_padded(shard: Shard, op: Any, input: ShardTensor, index: Any, src: Any) -> None:
-    """Owned rows change, and their copies on other ranks do not."""
+def write_into_padded(shard: Shard, op: Any, input: TaggedTensor, index: Any, src: Any) -> None:
+    """Write, and mark the ghosts as stale: the copies of owned rows on other ranks do not change."""
     input[index] = src
     tag_in_place(input, shard, STALE, input.points_at, input.end, input.row_dim)
 

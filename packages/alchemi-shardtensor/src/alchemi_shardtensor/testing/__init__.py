@@ -17,8 +17,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.comm import Comm, Traffic
-from alchemi_shardtensor.waits import HostWaits
+from alchemi_shardtensor.capture.host_sync import HostSyncDetector
+from alchemi_shardtensor.transport import Comm, Traffic
 
 EXACT = 1e-12
 """Round-off of float64 sums in another order."""
@@ -94,13 +94,13 @@ class Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
-        """It is there already."""
+        """Copy it."""
         ctx.comm = comm
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Sum."""
+        """Add up the ranks' parts."""
         return Gather.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
@@ -109,13 +109,13 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, comm: Comm) -> Tensor:
-        """Sum."""
+        """Add up the ranks' parts."""
         ctx.comm = comm
         return comm.all_reduce(part)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """To every rank."""
+        """Copy the gradient to every rank."""
         return Enter.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
@@ -124,13 +124,13 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, comm: Comm) -> Tensor:
-        """Rank 0's, for all to look at."""
+        """Take rank 0's value on every rank."""
         ctx.comm = comm
         return comm.all_reduce(y * (comm.rank == 0))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """To rank 0."""
+        """Give the gradient to rank 0 alone."""
         return Seed.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
@@ -139,26 +139,26 @@ class Seed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, v: Tensor, comm: Comm) -> Tensor:
-        """To rank 0."""
+        """Keep v on rank 0 alone."""
         ctx.comm = comm
         return v * (comm.rank == 0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Rank 0's."""
+        """Take rank 0's gradient."""
         return Leave.apply(grad, ctx.comm), None  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def count_traffic(comm: Comm) -> Iterator[Traffic]:
-    """Count what this rank sends inside the block, and how often it waits for its device; the numbers are there after it.
+    """Count what this rank sends inside the block, and its host syncs; the numbers are there after it.
 
-    Host synchronisations are counted on the CPU, too, where nothing is waited for, so that a test without a GPU finds
-    them: `item`, `bool`, `nonzero`, boolean masks, `unique` and the like. `tolist` and `numpy` are seen on CUDA only.
+    Host syncs are counted on the CPU too, where nothing waits, so that a test without a GPU finds them: `item`, `bool`,
+    `nonzero`, boolean masks, `unique` and the like. `tolist` and `numpy` are seen on CUDA only.
     """
     before, counted = asdict(comm.traffic), Traffic()
-    with HostWaits() as waits:
+    with HostSyncDetector() as syncs:
         yield counted
-    counted.host_syncs = len(waits.found)
+    counted.host_syncs = len(syncs.found)
     for name, value in asdict(comm.traffic).items():
         setattr(counted, name, getattr(counted, name) + value - before[name])

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from alchemi_shardtensor.launch import RankPool
+from alchemi_shardtensor.transport import RankPool
 
 
 @pytest.fixture(scope="session")
