@@ -199,7 +199,7 @@ X = torch.rand(6, 6, dtype=F64)
 
 W = torch.rand(3, 3, 3, dtype=F64)
 MINE = torch.tensor([0, 2, 5])
-CARRIED = [
+ROWS_KEPT = [
     lambda x: x * 2 + x[:, :1],
     lambda x: x.T,
     lambda x: x.mT,
@@ -273,11 +273,11 @@ CARRIED = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CARRIED)))
+@pytest.mark.parametrize("number", range(len(ROWS_KEPT)))
 def test_rows_are_where_the_tag_says_though_every_length_is_three(number):
     """The same operation on all six atoms, of which three are owned: the tagged dim picks them out."""
-    whole = CARRIED[number](X[:, :3])
-    share = CARRIED[number](tag(X[MINE, :3], THREE.shard, OWNED))
+    whole = ROWS_KEPT[number](X[:, :3])
+    share = ROWS_KEPT[number](tag(X[MINE, :3], THREE.shard, OWNED))
     assert share.rows is OWNED
     torch.testing.assert_close(plain(share), whole.index_select(share.row_dim, MINE), rtol=1e-14, atol=0)
 

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
-from alchemi_shardtensor.arguments import Binder, binder
-from alchemi_shardtensor.carry import carried_alone, carried_row_by_row, carry, plan_of, tag_base
 from alchemi_shardtensor.dispatch.tensor import ShardTensor
+from alchemi_shardtensor.rules.operations import Binder, binder, rule_of
+from alchemi_shardtensor.rules.propagation import propagate_from_one, propagate_pointwise, propagate_tag, tag_base
 from alchemi_shardtensor.rules.rule import Op, Rule
 from alchemi_shardtensor.rules.shard import Shard
 from alchemi_shardtensor.storage import Storage, TraceEvent
@@ -72,19 +72,19 @@ class HandlerTable:
                 if rule.when(shard, named):
                     result = rule.handler(shard, op, **named)
                     result = result if rule.rows is None else tag_in_place(result, shard, rule.rows)
-                    if plan_of(op).writes:
+                    if rule_of(op).writes:
                         tag_base(args[0])
                     return result if shard.cache.events is None else _traced(shard.cache.events, op, rule.handler, result)
-        result, plan = op(*args, **kwargs), plan_of(op)
-        if plan.name == "data":  # an alias whose changes are not counted
+        result, known = op(*args, **kwargs), rule_of(op)
+        if known.name == "data":  # an alias whose changes are not counted
             shard.cache.of(sources[0]).untracked = True
         if several:
-            carried = plan.pointwise and carried_row_by_row(result, sources)
+            tagged = known.pointwise and propagate_pointwise(result, sources)
         else:
-            carried = carried_alone(plan, result, sources[0], args, kwargs, named)
-        if not carried:
-            result = carry(op, result, shard, sources, args, kwargs)
-            if plan.writes:
+            tagged = propagate_from_one(known, result, sources[0], args, kwargs, named)
+        if not tagged:
+            result = propagate_tag(op, result, shard, sources, args, kwargs)
+            if known.writes:
                 tag_base(args[0])
         return result if shard.cache.events is None else _traced(shard.cache.events, op, None, result)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.arguments import argument_names
+from alchemi_shardtensor.rules.arguments import argument_names
 from alchemi_shardtensor.rules.rule import Rule, handles
 from alchemi_shardtensor.rules.shard import Shard, owned_rows, tag
 from alchemi_shardtensor.tag import (

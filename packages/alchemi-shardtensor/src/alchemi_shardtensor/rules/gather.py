@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alchemi_shardtensor.moves import indexed
 from alchemi_shardtensor.rules.exchange import resolve_gather
+from alchemi_shardtensor.rules.row_dims import row_dim_after_indexing
 from alchemi_shardtensor.rules.rule import Rule, handles, indices, needs_index, points_at
 from alchemi_shardtensor.rules.shard import Shard, owned_rows
 from alchemi_shardtensor.storage import TensorCache
@@ -107,7 +107,7 @@ def gather_nodes(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
             f"Only dim 0 is spread over ranks: move the atoms' dimension to the front."
         )
     rows, local = resolve_gather(shard, input, first)
-    return _gathered(shard, rows[(local, *parts[1:])], input, first, indexed(first, input, index))
+    return _gathered(shard, rows[(local, *parts[1:])], input, first, row_dim_after_indexing(first, input, index))
 
 
 def _picked(shard: Shard, rows: Tensor, local: Tensor, index: TaggedTensor) -> Tensor:
@@ -161,7 +161,7 @@ def gather_systems(shard: Shard, op: Any, input: Tensor, index: Any) -> Tensor:
     if isinstance(index, TaggedTensor):
         return _gathered(shard, input[index], input, index, index.row_dim)
     batch = next(i for i in indices(index) if getattr(i, "points_at", None) is SYSTEMS)
-    return _gathered(shard, input[index], input, batch, indexed(batch, input, index))
+    return _gathered(shard, input[index], input, batch, row_dim_after_indexing(batch, input, index))
 
 
 @handles(*_SELECTS, *_GATHERS, when=points_at(SYSTEMS))

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alchemi_shardtensor.moves import row_part
 from alchemi_shardtensor.rules.exchange import ScatterTarget, node_target, system_target
 from alchemi_shardtensor.rules.extreme import extremes
+from alchemi_shardtensor.rules.row_dims import index_of_rows
 from alchemi_shardtensor.rules.rule import Rule, handles, indices, needs_index, points_at
 from alchemi_shardtensor.rules.shard import Shard, owned_rows
 from alchemi_shardtensor.tag import (
@@ -214,7 +214,7 @@ def _writes_unknown_rows(shard: Shard, named: dict[str, Any]) -> bool:
         return False
     if x.tag.rows in REPLICATED:
         return isinstance(src, TaggedTensor) and (src.tag.rows in SHARDED or src.tag.rows is PARTIAL)
-    row = row_part(x, named["index"])
+    row = index_of_rows(x, named["index"])
     known = isinstance(row, TaggedTensor) and row.tag.rows not in (None, LOST)
     return not (known or row == slice(None) or (isinstance(row, Tensor) and row.dtype == torch.bool))
 
