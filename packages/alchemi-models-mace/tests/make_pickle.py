@@ -19,5 +19,5 @@ if __name__ == "__main__":
     torch.save(small_mace(), data / "small-e3nn-0.4.4.model")
     atoms = silica()
     atoms.calc = MACECalculator(model_paths=str(data / "small-e3nn-0.4.4.model"), device="cpu", default_dtype="float64")
-    told = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces(), "stress": atoms.get_stress(voigt=False)}
-    (data / "small-e3nn-0.4.4.json").write_text(json.dumps(told, default=np.ndarray.tolist))
+    results = {"energy": atoms.get_potential_energy(), "forces": atoms.get_forces(), "stress": atoms.get_stress(voigt=False)}
+    (data / "small-e3nn-0.4.4.json").write_text(json.dumps(results, default=np.ndarray.tolist))

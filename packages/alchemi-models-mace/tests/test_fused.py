@@ -1,4 +1,4 @@
-"""Fused convolutions, played by MACE's own on the CPU: the exchange goes in front of the kernel, whatever its call form."""
+"""Fused convolutions, imitated on the CPU by MACE's own: ghost rows are fetched first, for each library's signature."""
 
 # before e3nn 0.4.4, whose constants torch refuses to load otherwise
 from small_mace import silica, small_mace  # isort: split
@@ -15,7 +15,7 @@ from alchemi_models_mace import MACEWrapper
 
 
 class SegmentedPolynomial(torch.nn.Module):
-    """What MACE does edge by edge, called as cuEquivariance's kernel of this name, on rows [owned | ghost]."""
+    """MACE's convolution of single edges with the signature of cuEquivariance's kernel, on rows [owned | ghost]."""
 
     def __init__(self, product):
         super().__init__()
@@ -32,7 +32,7 @@ class SegmentedPolynomial(torch.nn.Module):
 
 
 class TensorProductConv(SegmentedPolynomial):
-    """The same, called as OpenEquivariance's, which pickles what it is made of and nothing that was put on it."""
+    """The same with OpenEquivariance's signature. Pickling keeps its product and loses attributes that were set on it."""
 
     def forward(self, rows, attrs, weights, receiver, sender):
         return self.summed(rows, attrs, weights, sender, receiver, len(rows))
@@ -66,7 +66,7 @@ def fused(library):
 
 @pytest.mark.parametrize("pickled", [False, True], ids=["made here", "pickled"])
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_rows_reach_the_kernel_and_the_first_layers_are_made_on_the_spot(library, pickled):
+def test_kernels_get_ghost_rows_and_the_first_layer_s_are_computed_without_an_exchange(library, pickled):
     model = fused(library)
     model = pickle.loads(pickle.dumps(model)) if pickled else model
     kernels = [block.conv_tp for block in model.interactions]

@@ -34,7 +34,7 @@ ENVELOPES = VARIANTS | {
         for name in ("", "Residual", "Density", "DensityResidual", "AttResidual", "ResidualNonLinear")
     },
 }
-"""Where an edge beyond the cutoff adds exactly nothing."""
+"""Models in which an edge beyond the cutoff adds exactly zero."""
 EXACT = 1e-12
 
 
@@ -65,11 +65,12 @@ def test_equals_maces_own_calculator(variant):
 
 
 def test_a_pickle_of_e3nn_0_4_4_gives_the_numbers_it_gave_there():
-    wrapper, told = MACEWrapper.from_checkpoint(PICKLE, trust_pickle=True), json.loads(PICKLE.with_suffix(".json").read_text())
+    wrapper = MACEWrapper.from_checkpoint(PICKLE, trust_pickle=True)
+    expected = json.loads(PICKLE.with_suffix(".json").read_text())
     results = wrapper(contract_data(silica(), wrapper.cutoff))
-    assert results["energy"].item() == pytest.approx(told["energy"], rel=1e-12)
-    np.testing.assert_allclose(results["forces"], told["forces"], atol=1e-12)
-    np.testing.assert_allclose(results["stress"][0], told["stress"], atol=1e-12)
+    assert results["energy"].item() == pytest.approx(expected["energy"], rel=1e-12)
+    np.testing.assert_allclose(results["forces"], expected["forces"], atol=1e-12)
+    np.testing.assert_allclose(results["stress"][0], expected["stress"], atol=1e-12)
     assert not any(p.requires_grad for p in wrapper.parameters())
 
 
@@ -84,22 +85,22 @@ def test_neither_file_nor_name_lists_the_names():
 
 
 @pytest.mark.parametrize(
-    ("name", "loader", "asked"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")]
+    ("name", "loader", "requested"), [("medium-mpa-0", "mace_mp", "medium-mpa-0"), ("off-small", "mace_off", "small")]
 )
-def test_a_named_model_comes_from_maces_own_loader(monkeypatch, name, loader, asked):
-    """The download is MACE's; here it is answered by a small model of the same class."""
+def test_a_named_model_comes_from_maces_own_loader(monkeypatch, name, loader, requested):
+    """MACE's own loader downloads; a small model of the same class stands in for it."""
     calls = []
 
-    def answer(model, **options):
+    def load(model, **options):
         calls.append((model, options["return_raw_model"]))
         return small_mace().float()
 
-    monkeypatch.setattr(foundations_models, loader, answer)
+    monkeypatch.setattr(foundations_models, loader, load)
     wrapper = MACEWrapper.from_checkpoint(name)
-    assert calls == [(asked, True)] and wrapper.dtype is torch.float32
+    assert calls == [(requested, True)] and wrapper.dtype is torch.float32
 
 
-def test_the_models_dtype_is_the_arithmetics():
+def test_the_wrapper_computes_in_the_model_s_dtype():
     wrapper = MACEWrapper(small_mace())
     double = wrapper(contract_data(silica(), wrapper.cutoff))
     single = wrapper.float()(contract_data(silica(), wrapper.cutoff))
@@ -113,22 +114,22 @@ def test_the_models_dtype_is_the_arithmetics():
 def test_edges_beyond_the_cutoff_change_nothing(variant):
     wrapper, atoms = MACEWrapper(small_mace(**ENVELOPES[variant])), silica()
     assert wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
-    assert longer["edge_index"].shape[1] > shown["edge_index"].shape[1]
-    expected, results = wrapper(shown), wrapper(longer)
+    within, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
+    assert longer["edge_index"].shape[1] > within["edge_index"].shape[1]
+    expected, results = wrapper(within), wrapper(longer)
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
 
 
 @pytest.mark.parametrize("name", ["AttResidual", "ResidualNonLinear"])
-def test_an_interaction_that_reads_an_edges_ends_past_the_envelope_has_its_list_filtered(name):
+def test_lists_are_filtered_for_interactions_that_read_more_than_masked_features(name):
     wrapper, atoms = MACEWrapper(small_mace(interaction=f"RealAgnostic{name}InteractionBlock")), silica()
     assert not wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (wrapper(contract_data(atoms, wrapper.cutoff + skin)) for skin in (0.0, 1.0))
-    assert (longer["forces"] - shown["forces"]).abs().max() > 1e-6
+    within, longer = (wrapper(contract_data(atoms, wrapper.cutoff + skin)) for skin in (0.0, 1.0))
+    assert (longer["forces"] - within["forces"]).abs().max() > 1e-6
 
 
-def test_so_has_one_whose_repulsion_is_longer_than_its_cutoff_or_that_may_be_anything():
+def test_lists_are_filtered_for_repulsion_beyond_the_cutoff_and_for_unknown_classes():
     caesium = small_mace(atomic_numbers=[8, 55], pair_repulsion=True)  # 2 x 2.44 Å against 4.5 Å
     other = type("Other", (type(caesium),), {})
     unknown = small_mace()
@@ -147,7 +148,7 @@ def water(moved):
 
 
 def changes(wrapper, moved):
-    """Of energy, forces and virial, by a move."""
+    """Largest changes of energy, forces and virial when the molecules are moved."""
     before, after = (wrapper(contract_data(water(by), wrapper.cutoff)) for by in (0.0, moved))
     units = {"energy": 1, "forces": 1, "stress": 4000**3}
     return [(after[name] - before[name]).abs().max().item() * unit for name, unit in units.items()]
@@ -177,7 +178,7 @@ def test_a_scripted_model_computes_as_it_was_scripted():
     torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_only_what_is_asked_is_computed():
+def test_only_requested_outputs_are_computed():
     wrapper = MACEWrapper(small_mace())
     data = contract_data(silica(), wrapper.cutoff)
     full = wrapper(data)

@@ -53,7 +53,7 @@ def test_equals_sevennets_own_calculator(wrapper, atoms):
     np.testing.assert_allclose(results["stress"][0], atoms.get_stress(voigt=False), atol=3e-5)
 
 
-def test_a_multi_fidelity_model_equals_its_calculator_and_asks_for_the_fidelity():
+def test_a_multi_fidelity_model_equals_its_calculator_and_needs_a_fidelity():
     atoms = silica()
     atoms.calc = SevenNetCalculator("7net-mf-0", modal="PBE", device="cpu")
     wrapper = SevenNetWrapper("7net-mf-0", modal="PBE")
@@ -95,21 +95,21 @@ def test_edges_beyond_the_cutoff_change_nothing(name, modal):
     """The first two have XPLOR's envelope, the third a polynomial; SevenNet masks neither."""
     wrapper, atoms = SevenNetWrapper(name, modal=modal).double(), silica()
     assert wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
-    assert longer["edge_index"].shape[1] > shown["edge_index"].shape[1]
-    expected, results = wrapper(shown), wrapper(longer)
+    within, longer = (contract_data(atoms, wrapper.cutoff + skin) for skin in (0.0, 1.0))
+    assert longer["edge_index"].shape[1] > within["edge_index"].shape[1]
+    expected, results = wrapper(within), wrapper(longer)
     for name, value in expected.items():
         torch.testing.assert_close(results[name], value, rtol=EXACT, atol=EXACT)
 
 
-def test_a_network_that_answers_to_a_zero_has_its_list_filtered(tmp_path):
+def test_lists_are_filtered_for_an_activation_that_does_not_map_zero_to_zero(tmp_path):
     checkpoint = torch.load(util.pretrained_name_to_path("7net-0"), weights_only=False, map_location="cpu")
     checkpoint["config"]["act_radial"] = "sigmoid"
     torch.save(checkpoint, tmp_path / "mine.pth")
     wrapper = SevenNetWrapper(tmp_path / "mine.pth", trust_pickle=True).double()
     assert not wrapper.distribution_spec.ignores_longer_edges
-    shown, longer = (wrapper(contract_data(silica(), wrapper.cutoff + skin)) for skin in (0.0, 1.0))
-    assert (longer["forces"] - shown["forces"]).abs().max() > 1e-6
+    within, longer = (wrapper(contract_data(silica(), wrapper.cutoff + skin)) for skin in (0.0, 1.0))
+    assert (longer["forces"] - within["forces"]).abs().max() > 1e-6
 
 
 def water(moved):

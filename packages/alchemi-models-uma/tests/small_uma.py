@@ -20,7 +20,7 @@ DIRECT = {
     "omat_energy": {"module": "fairchem.core.models.uma.escn_md.MLP_Energy_Head"},
     "omat_forces": {"module": "fairchem.core.models.uma.escn_md.Linear_Force_Head"},
 }
-"""Heads of a model whose forces are no gradient."""
+"""Heads of a model that predicts forces directly."""
 
 
 def config(mixture=True, heads=None, **sizes):
@@ -112,7 +112,7 @@ def save(path, **sizes):
 
 
 def in_chunks(wrapper, edges):
-    """Of so many edges, instead of fairchem's 131,072."""
+    """Set the number of edges in a chunk, instead of fairchem's 131,072."""
     backbone = wrapper.backbone
     for part in (backbone.edge_degree_embedding, *(block.edge_wise for block in backbone.blocks)):
         assert part.activation_checkpoint_chunk_size

@@ -14,7 +14,7 @@ from fairchem.core.units.mlip_unit.predict import MLIPPredictUnit
 from small_uma import DIRECT, in_chunks, save, small_uma
 
 from alchemi_models_uma import UMAWrapper
-from alchemi_models_uma.wrapper import _add_degrees
+from alchemi_models_uma.patches import scatter_edge_degrees
 from alchemi_spec import InputError, StrategyKind, UntrustedPickle
 
 F64 = torch.float64
@@ -69,7 +69,7 @@ def data_of(atoms):
 
 
 EXACT, FP32 = {"rtol": 1e-10, "atol": 1e-12}, {"rtol": 1e-6, "atol": 1e-7}
-"""Fairchem itself merges experts in float32, whatever the precision that it is asked for."""
+"""Fairchem itself merges experts in float32, whatever precision is requested."""
 WAYS = {"mixture": (PRECISE, EXACT), "merged": (MERGED, FP32), "in chunks": (CHUNKED, EXACT)}
 
 
@@ -135,7 +135,7 @@ def test_charges_and_spins_beyond_fairchem_s_ranges_are_refused():
             wrapper.validate(data | bad)
 
 
-def test_what_cannot_be_loaded_is_said(checkpoint):
+def test_errors_of_loading_name_the_reason(checkpoint):
     with pytest.raises(UntrustedPickle, match="--trust-pickle"):
         UMAWrapper.from_checkpoint(checkpoint, task="omat")
     with pytest.raises(FileNotFoundError, match="uma-s-1p1"):
@@ -181,7 +181,7 @@ def test_elements_energies_stay_in_float64():
     assert wrapper(data_of(silica()))["energy"].dtype == F64
 
 
-def test_a_model_whose_forces_are_no_gradient(tmp_path):
+def test_a_model_with_direct_forces_equals_its_calculator(tmp_path):
     sizes = {"mixture": False, "direct_forces": True, "regress_stress": False, "heads": DIRECT}
     save(tmp_path / "direct.pt", **sizes)
     atoms = silica()
@@ -196,10 +196,10 @@ def test_a_model_whose_forces_are_no_gradient(tmp_path):
         np.testing.assert_allclose(found[key], value, rtol=1e-10, atol=1e-12)
 
 
-def test_degrees_without_lists_of_indices_are_fairchem_s():
+def test_scatter_edge_degrees_equals_fairchem_s():
     g = torch.Generator().manual_seed(0)
     x, radial, wigner = (torch.randn(*shape, generator=g) for shape in ((5, 9, 4), (7, 12), (7, 35)))
     target = torch.randint(0, 5, (7,), generator=g)
     original = UMASFastGPUBackend.edge_degree_scatter
     expected = original(x, radial, wigner, target, 3, 4, 5.0)
-    torch.testing.assert_close(_add_degrees(original, x, radial, wigner, target, 3, 4, 5.0), expected)
+    torch.testing.assert_close(scatter_edge_degrees(original, x, radial, wigner, target, 3, 4, 5.0), expected)

@@ -1,7 +1,5 @@
-"""Checkpoints by fairchem-core's own code: its names, its format, its fixes for older releases."""
+"""Load checkpoints by fairchem-core's own code: its names, its format, its fixes for older releases."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -10,33 +8,20 @@ from fairchem.core.models.base import HydraModel
 from fairchem.core.units.mlip_unit.api.inference import InferenceSettings, guess_inference_settings
 from fairchem.core.units.mlip_unit.utils import get_backbone_class_from_checkpoint, load_inference_model
 
+from alchemi_models_uma.patches import default_dtype
 from alchemi_spec import UntrustedPickle
 
 
-@contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """While open, new floats are of this type."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 def load(name: str | Path, settings: InferenceSettings | str, trust_pickle: bool) -> tuple[HydraModel, InferenceSettings]:
-    """A checkpoint's averaged weights, as `settings` ask for, and its tasks set up.
+    """Load a checkpoint's averaged weights under `settings`, and set up its tasks.
 
     Raises:
         UntrustedPickle: for a file, unless `trust_pickle`.
-        FileNotFoundError: where there is neither such a file nor such a name; it lists fairchem's names.
+        FileNotFoundError: if there is no such file and fairchem knows no such name; it lists fairchem's names.
 
     """
     if Path(name).exists() and not trust_pickle:
-        raise UntrustedPickle(
-            f"{name} is a pickle: loading it runs whatever code is stored in it, which torch refuses by default.\n"
-            f"If you trust where it comes from, pass trust_pickle=True (--trust-pickle at the command line)."
-        )
+        raise UntrustedPickle.of(name)
     try:
         path = resolve_checkpoint(str(name)).path
     except UnknownCheckpointError as error:
@@ -44,7 +29,7 @@ def load(name: str | Path, settings: InferenceSettings | str, trust_pickle: bool
     settings = guess_inference_settings(settings)
     checkpoint = torch.load(path, map_location="cpu", weights_only=False)
     overrides = {"backbone": get_backbone_class_from_checkpoint(checkpoint).build_inference_settings(settings)}
-    with default_dtype(settings.base_precision_dtype):  # in which tables are made that no file has
+    with default_dtype(settings.base_precision_dtype):  # for tables that no checkpoint holds
         averaged, checkpoint = load_inference_model(path, overrides, use_ema=True, preloaded_checkpoint=checkpoint)
         model: HydraModel = averaged.module
         model.setup_tasks(checkpoint.tasks_config)

@@ -45,6 +45,14 @@ class MissingHandler(AlchemiError, RuntimeError):
 class UntrustedPickle(AlchemiError, RuntimeError):
     """Loading this file runs code that is stored in it, and nobody said that it is trusted."""
 
+    @classmethod
+    def of(cls, name: object) -> "UntrustedPickle":
+        """Make the error for the file `name`, with a message that says how to trust it."""
+        return cls(
+            f"{name} is a pickle: loading it runs whatever code is stored in it, which torch refuses by default.\n"
+            f"If you trust where it comes from, pass trust_pickle=True (--trust-pickle at the command line)."
+        )
+
 
 class RankFailure(AlchemiError, RuntimeError):
     """A rank raised, died, or did not answer in time."""
