@@ -22,7 +22,7 @@ ALSO = {
     "alchemi-dist": ["alchemi-shardtensor[testing]"],
     "alchemi-domain": ["alchemi-graphpart", "alchemi-models-classical", "alchemi-shardtensor[testing]"],
     "alchemi-dynamics": ["alchemi-graphpart", "alchemi-models-classical", "alchemi-shardtensor[testing]", "scipy"],
-    "alchemi-models-classical": ["alchemi-domain"],
+    "alchemi-models-classical": ["ase"],
     "alchemi-graphpart": ["alchemi-halo", "alchemi-shardtensor[testing]"],
     "alchemi-kernels": ["ase"],
     "alchemi-shardtensor": ["mpi4py", "mpich"],

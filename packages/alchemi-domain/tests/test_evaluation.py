@@ -6,23 +6,14 @@ import pytest
 import torch
 from ase import Atoms
 from ase.build import bulk
-from ase.calculators.lj import LennardJones as AseLennardJones
-from toy import Toy, run
+from toy import Toy
 
 from alchemi_domain import Batch, DistributedModel, ShardedBatch, load_model
 from alchemi_domain.evaluate import within_tolerance
 from alchemi_models_classical import LennardJones
-from alchemi_shardtensor import Comm, DomainConfig
+from alchemi_shardtensor import DomainConfig
 from alchemi_shardtensor.testing import ranks
 from alchemi_spec import InputError, InvalidCell, MissingHandler, Model, SpecError
-
-
-def test_lennard_jones_equals_ases_where_neither_is_cut():
-    atoms = Atoms("Ar4", [[0, 0, 0], [3.7, 0, 0], [0, 3.9, 0.3], [0.2, 0.1, 4.1]])
-    atoms.calc = AseLennardJones(sigma=3.4, epsilon=0.010341, rc=1e3, smooth=False)
-    results = run(Comm(), atoms, LennardJones(cutoff=12.0))
-    torch.testing.assert_close(results["energy"].item(), atoms.get_potential_energy(), rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(results["forces"], torch.from_numpy(atoms.get_forces()), rtol=1e-9, atol=1e-9)
 
 
 def test_models_fulfil_the_contract():

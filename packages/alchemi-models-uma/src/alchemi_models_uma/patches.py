@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from fairchem.core.models.uma import escn_md
 from torch import Tensor, nn
 
 Replacement = tuple[Any, str, Callable[..., Any]]
@@ -72,7 +73,7 @@ def use_given_graph(backbone: Any, graph: Callable[[Any], dict[str, Tensor]], da
     replacements: list[Replacement] = [
         (backbone, "_generate_graph", graph),
         _global_composition(backbone, data["batch"]),
-        (backbone, "balance_channels", partial(balance_channels, backbone.balance_channels, data["batch"])),
+        (backbone, "balance_channels", partial(balance_channels, backbone, data["batch"])),
         *_without_host_syncs(backbone),
         *layers(backbone, data["nodes"]),
     ]
@@ -160,13 +161,17 @@ def set_expert_coefficients(
 
 
 def balance_channels(
-    original: Callable[..., Tensor], tagged: Tensor, x: Tensor, charge: Tensor, spin: Tensor, natoms: Tensor, batch: Tensor
+    backbone: Any, tagged: Tensor, x: Tensor, charge: Tensor, spin: Tensor, natoms: Tensor, batch: Tensor
 ) -> Tensor:
     """Shift channels so that they add up to a system's charge or spin, over all ranks' atoms.
 
     Reason: fairchem's own (seen in 2.24.0) sums through a batch index without a tag, so over this rank's atoms.
     """
-    return plain(original(x, charge=charge, spin=spin, natoms=natoms, batch=tagged))
+    for name, target, offset in (("charge", charge, 0.0), ("spin", spin, 1.0)):
+        start, end = (getattr(backbone, f"{name}_channel_{side}") for side in ("start", "end"))
+        if end > start:
+            x = plain(escn_md.balance_channels_batched(x, target, natoms, tagged, start, end, offset))
+    return x
 
 
 def gather_sender_rows(
